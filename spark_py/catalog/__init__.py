@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The one table of kernels: (module, function) -> parameters, geometry, reference, GPU-only, lowest architecture.
+
+The rows stand in one file a kernel family; this file joins them. Names, parameter order and types are the engine's
+launch ABI; functions whose names start with `spark_` are this project's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .spec import KernelSpec
+
+_FAMILIES: tuple[tuple[KernelSpec, ...], ...] = ()
+
+CATALOG: dict[tuple[str, str], KernelSpec] = {spec.key: spec for family in _FAMILIES for spec in family}
+
+
+def find(module: str, function: str) -> KernelSpec | None:
+    """The catalogue's row, or None for a kernel it does not know."""
+    return CATALOG.get((module, function))
+
+
+def all_kernels() -> Iterator[KernelSpec]:
+    """Every row, in table order."""
+    yield from CATALOG.values()

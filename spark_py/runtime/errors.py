@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Every error that spark_py raises, under one base class.
+
+Each error carries the values a person needs to act on as attributes (sizes, names, device, the compiler's log) and
+says them in its message. The Rust runtime has untyped messages only; the situations are those of its fault table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class SparkError(Exception):
+    """Base class of every error raised by spark_py."""
+
+
+class InvalidArgumentError(SparkError, ValueError):
+    """A value outside its documented range. `name`, `value` and `limit` say which, what and the bound."""
+
+    def __init__(self, name: str, value: object, limit: str) -> None:
+        self.name, self.value, self.limit = name, value, limit
+        super().__init__(f"{name} is {value!r}: {limit}")
+
+
+class InvalidPointerError(SparkError, ValueError):
+    """DevicePtr arithmetic that leaves 0 .. 2**64-1, starts at NULL, or uses something that is no integer."""
+
+
+class BackendUnavailableError(SparkError):
+    """The backend asked for cannot run on this machine; the message says what is missing and how to get it."""
+
+
+class BackendClosedError(SparkError):
+    """An operation on a backend after its teardown."""
+
+
+class UnsupportedError(SparkError):
+    """A request that this backend or device does not offer."""
+
+
+# ---------------------------------------------------------------- memory
+
+
+class OutOfDeviceMemoryError(SparkError, MemoryError):
+    """Allocation failed. `requested`, `free` and `total` are bytes."""
+
+    def __init__(self, requested: int, free: int, total: int, device: str, detail: str = "") -> None:
+        self.requested, self.free, self.total, self.device = requested, free, total, device
+        tail = f" ({detail})" if detail else ""
+        super().__init__(f"out of memory on {device}: requested {requested} bytes, {free} free of {total}{tail}")
+
+
+class PointerError(SparkError):
+    """A device address that is not usable for what was asked. `address` is the number."""
+
+    def __init__(self, message: str, address: int) -> None:
+        self.address = address
+        super().__init__(message)
+
+
+class UnknownPointerError(PointerError):
+    """The address lies in no live allocation of this backend."""
+
+
+class FreedPointerError(UnknownPointerError):
+    """The address lies in an allocation that was freed."""
+
+
+class DoubleFreeError(PointerError):
+    """`free` of an allocation that was freed before, or of an address inside an allocation."""
+
+
+class OutOfBoundsError(PointerError):
+    """A range that starts inside a live allocation and runs past its end. Sizes are bytes."""
+
+    def __init__(self, message: str, address: int, nbytes: int, base: int, size: int) -> None:
+        self.nbytes, self.base, self.size = nbytes, base, size
+        super().__init__(message, address)
+
+
+class MisalignedPointerError(PointerError):
+    """The address is not a multiple of what the kernel's wide loads need (`alignment`, bytes)."""
+
+    def __init__(self, message: str, address: int, alignment: int) -> None:
+        self.alignment = alignment
+        super().__init__(message, address)
+
+
+class RedZoneError(PointerError):
+    """Bytes beside an allocation were overwritten; found when it was freed or checked."""
+
+
+class LeakError(SparkError):
+    """Allocations were alive at teardown of a backend opened with `on_leak="raise"`."""
+
+
+# ---------------------------------------------------------------- handles
+
+
+class HandleError(SparkError):
+    """A kernel, graph, stream or event handle that cannot be used."""
+
+
+class NullHandleError(HandleError):
+    """Handle 0: an optional kernel or graph that was never resolved."""
+
+
+class ForeignHandleError(HandleError):
+    """The handle belongs to another backend or device."""
+
+
+class ReleasedHandleError(HandleError):
+    """The handle was destroyed, or its backend was closed."""
+
+
+# ---------------------------------------------------------------- launches
+
+
+class LaunchError(SparkError):
+    """A launch that was refused. Nothing ran. `kernel` is "module::function", `parameter` the one at fault or ""."""
+
+    def __init__(self, kernel: str, message: str, parameter: str = "") -> None:
+        self.kernel, self.parameter = kernel, parameter
+        where = f"{kernel}: parameter '{parameter}': " if parameter else f"{kernel}: "
+        super().__init__(where + message)
+
+
+class ArityError(LaunchError):
+    """More or fewer arguments than the kernel has parameters."""
+
+
+class ArgumentTypeError(LaunchError, TypeError):
+    """An argument whose type or width is not the parameter's."""
+
+
+class ArgumentRangeError(LaunchError, ValueError):
+    """A number that does not fit the parameter."""
+
+
+class ArgumentPointerError(LaunchError):
+    """A pointer argument that lies in no live allocation, or whose range or alignment is wrong for the kernel."""
+
+
+class GeometryError(LaunchError, ValueError):
+    """Grid, block or shared memory of zero or beyond the device's or the kernel's limit."""
+
+
+# ---------------------------------------------------------------- capture and graphs
+
+
+class CaptureError(SparkError):
+    """Base of capture errors."""
+
+
+class IllegalDuringCaptureError(CaptureError):
+    """An operation that a capturing stream does not allow; refused before the driver saw it."""
+
+    def __init__(self, operation: str, way_out: str) -> None:
+        self.operation, self.way_out = operation, way_out
+        super().__init__(f"{operation} is not allowed while a stream captures: {way_out}")
+
+
+class CaptureStateError(CaptureError):
+    """begin, end or abort of a capture in a state that does not allow it."""
+
+
+# ---------------------------------------------------------------- kernel sets and compiling
+
+
+class KernelSetError(SparkError):
+    """Base of what goes wrong between a kernel folder and a loaded function."""
+
+
+class ManifestError(KernelSetError):
+    """kernels.toml or KERNEL.toml is missing, is not valid TOML, or names what does not exist. `path` is the file."""
+
+    def __init__(self, path: Path | str, message: str) -> None:
+        self.path = Path(path)
+        super().__init__(f"{path}: {message}")
+
+
+class ModuleNotFoundInSetError(KernelSetError, LookupError):
+    """The kernel set has no module of that name. `present` lists those it has."""
+
+    def __init__(self, module: str, present: Sequence[str], source: str) -> None:
+        self.module, self.present = module, tuple(present)
+        super().__init__(f"no module '{module}' in {source}; present: {', '.join(present) or 'none'}")
+
+
+class FunctionNotFoundError(KernelSetError, LookupError):
+    """The module has no such `extern "C"` entry. `present` lists those it has."""
+
+    def __init__(self, module: str, function: str, present: Sequence[str], source: str, hint: str = "") -> None:
+        self.module, self.function, self.present = module, function, tuple(present)
+        tail = f"; {hint}" if hint else ""
+        super().__init__(
+            f"no function '{function}' in module '{module}' ({source}); present: {', '.join(present) or 'none'}{tail}"
+        )
+
+
+class CompileError(KernelSetError):
+    """The compiler refused a source. `path`, `line` (0 when unknown), `arch` and the whole `log`."""
+
+    def __init__(self, path: Path | str, arch: str, log: str, line: int = 0, summary: str = "") -> None:
+        self.path, self.arch, self.log, self.line = Path(path), arch, log, line
+        where = f"{path}:{line}" if line else f"{path}"
+        super().__init__(f"{where}: does not compile for {arch}: {summary or 'see log'}\n{log}".rstrip())
+
+
+class HeaderNotFoundError(CompileError):
+    """A header was not found. `header` and the `folders` that were searched."""
+
+    def __init__(
+        self, path: Path | str, arch: str, log: str, line: int, header: str, folders: Sequence[str], versions: str
+    ) -> None:
+        self.header, self.folders = header, tuple(folders)
+        super().__init__(
+            path, arch, log, line, f"header '{header}' not found in {', '.join(folders) or 'no folder'} ({versions})"
+        )
+
+
+class ToolkitMismatchError(KernelSetError):
+    """The headers come from another CUDA toolkit than the compiler in use. Both versions are attributes."""
+
+    def __init__(self, message: str, nvrtc: tuple[int, int], headers: tuple[int, int]) -> None:
+        self.nvrtc, self.headers = nvrtc, headers
+        super().__init__(message)
+
+
+class ImageError(KernelSetError):
+    """A PTX or cubin that is empty, truncated, or that the driver refused. `path` and `arch` say which."""
+
+    def __init__(self, path: Path | str, arch: str, message: str, log: str = "") -> None:
+        self.path, self.arch, self.log = Path(path), arch, log
+        super().__init__(f"{path} ({arch}): {message}" + (f"\n{log}" if log else ""))
+
+
+class ArchMismatchError(KernelSetError):
+    """The kernel needs another architecture than the device has. `compiled` and `device` are sm names."""
+
+    def __init__(self, compiled: str, device: str, message: str) -> None:
+        self.compiled, self.device = compiled, device
+        super().__init__(message)
+
+
+class SignatureMismatchError(KernelSetError):
+    """A parameter list differs from the catalogue's, or the source text's from the PTX's."""
+
+
+# ---------------------------------------------------------------- driver
+
+
+class CudaError(SparkError):
+    """A CUDA call failed. `operation`, `code` and `name` are the driver's."""
+
+    def __init__(self, operation: str, code: int, name: str, detail: str = "") -> None:
+        self.operation, self.code, self.name = operation, code, name
+        super().__init__(f"{operation} failed: {name} ({code})" + (f": {detail}" if detail else ""))
+
+
+class DeviceLostError(CudaError):
+    """A sticky fault: the context is dead and every later call fails with the same reason."""
