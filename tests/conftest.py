@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -28,18 +28,28 @@ if TYPE_CHECKING:
 BACKENDS = ("host", "cuda")
 
 
-def _seed(text: str) -> int:
-    if text == "random":
-        return int(np.random.SeedSequence().generate_state(1)[0])
-    return int(text)
+def _seed(text: str) -> str:
+    return text if text == "random" else str(int(text))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("spark_py")
     group.addoption("--backend", choices=BACKENDS, default="host", help="where the kernels run (default: host)")
     group.addoption(
-        "--seed", type=_seed, default=0, metavar="N", help="seed of every random input, or 'random' (default: 0)"
+        "--seed", type=_seed, default="0", metavar="N", help="seed of every random input, or 'random' (default: 0)"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed == "random":
+        # Drawn once: the workers of pytest-xdist take the number that the header shows.
+        shared = getattr(config, "workerinput", {}).get("spark_seed")
+        config.option.seed = shared or str(np.random.SeedSequence().generate_state(1)[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["spark_seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
