@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+// Root mean square normalisation of one row by one block; norm.cu and rms_norm_vanilla.cu make kernels of it.
+//
+// Order of the sum: thread t adds x0*x0 + x1*x1 of the pairs t, t + blockDim.x, ... one term a pair, then the tree of
+// spark_block_sum. An odd row ends with half a pair. The narrow form (16-bit accesses, for rows that do not start on a
+// 4-byte address, as every second row of odd length) adds in the same order. Pointers may alias: a thread reads
+// element i before it writes element i.
+#pragma once
+
+#include "spark_common.cuh"
+
+// Elements 2*pair and 2*pair + 1 of a row as one word; beyond the end of an odd row, zero.
+template <bool WIDE>
+__device__ __forceinline__ unsigned spark_load_pair(const __nv_bfloat16* row, unsigned pair, unsigned size) {
+    const bool whole = 2u * pair + 1u < size;
+    if (WIDE && whole) {
+        return reinterpret_cast<const unsigned*>(row)[pair];
+    }
+    const unsigned low = __bfloat16_as_ushort(row[2u * pair]);
+    const unsigned high = whole ? __bfloat16_as_ushort(row[2u * pair + 1u]) : 0u;
+    return low | (high << 16);
+}
+
+template <bool WIDE>
+__device__ __forceinline__ void spark_store_pair(__nv_bfloat16* row, unsigned pair, unsigned size, unsigned word) {
+    const bool whole = 2u * pair + 1u < size;
+    if (WIDE && whole) {
+        reinterpret_cast<unsigned*>(row)[pair] = word;
+        return;
+    }
+    row[2u * pair] = __ushort_as_bfloat16(static_cast<unsigned short>(word & 0xffffu));
+    if (whole) {
+        row[2u * pair + 1u] = __ushort_as_bfloat16(static_cast<unsigned short>(word >> 16));
+    }
+}
+
+__device__ __forceinline__ unsigned spark_pairs(unsigned size) { return size / 2u + (size & 1u); }
+
+__device__ __forceinline__ float spark_inverse_rms(float sum_of_squares, unsigned size, float eps) {
+    return rsqrtf(sum_of_squares / static_cast<float>(size) + eps);
+}
+
+// (x * r) * weight, or (x * r) * (1 + weight), of the pair in `x`.
+template <bool ONE_PLUS>
+__device__ __forceinline__ unsigned spark_scale_pair(unsigned x, float r, unsigned weight) {
+    const float w0 = ONE_PLUS ? 1.0f + spark_low(weight) : spark_low(weight);
+    const float w1 = ONE_PLUS ? 1.0f + spark_high(weight) : spark_high(weight);
+    return spark_pack(spark_low(x) * r * w0, spark_high(x) * r * w1);
+}
+
+// Rows of `size` elements. `copy`, where given, receives the bits of the input row.
+template <bool WIDE, bool ONE_PLUS>
+__device__ __forceinline__ void spark_rms_norm_row(const __nv_bfloat16* x, const __nv_bfloat16* weight,
+                                                   __nv_bfloat16* y, __nv_bfloat16* copy, unsigned size, float eps) {
+    const unsigned pairs = spark_pairs(size);
+    float squares = 0.0f;
+    for (unsigned pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
+        const unsigned word = spark_load_pair<WIDE>(x, pair, size);
+        if (copy != nullptr) {
+            spark_store_pair<WIDE>(copy, pair, size, word);
+        }
+        const float x0 = spark_low(word);
+        const float x1 = spark_high(word);
+        squares += x0 * x0 + x1 * x1;
+    }
+    const float r = spark_inverse_rms(spark_block_sum(squares), size, eps);
+    for (unsigned pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
+        const unsigned word = spark_load_pair<WIDE>(x, pair, size);
+        const unsigned w = spark_load_pair<WIDE>(weight, pair, size);
+        spark_store_pair<WIDE>(y, pair, size, spark_scale_pair<ONE_PLUS>(word, r, w));
+    }
+}
+
+// The row of this block. `copy` may be NULL.
+template <bool ONE_PLUS>
+__device__ __forceinline__ void spark_rms_norm(const __nv_bfloat16* input, const __nv_bfloat16* weight,
+                                               __nv_bfloat16* output, __nv_bfloat16* copy, unsigned size, float eps) {
+    const size_t start = static_cast<size_t>(blockIdx.x) * size;
+    const __nv_bfloat16* x = input + start;
+    __nv_bfloat16* y = output + start;
+    __nv_bfloat16* kept = copy == nullptr ? nullptr : copy + start;
+    if (spark_aligned(x, 4u) && spark_aligned(weight, 4u) && spark_aligned(y, 4u) && spark_aligned(kept, 4u)) {
+        spark_rms_norm_row<true, ONE_PLUS>(x, weight, y, kept, size, eps);
+    } else {
+        spark_rms_norm_row<false, ONE_PLUS>(x, weight, y, kept, size, eps);
+    }
+}
