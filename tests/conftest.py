@@ -7,7 +7,9 @@ Tests take `gpu` (a GpuBackend) and `rng` (a NumPy Generator of their own) and n
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--seed", type=_seed, default="0", metavar="N", help="seed of every random input, or 'random' (default: 0)"
     )
+    group.addoption(
+        "--sanitizer",
+        action="store_true",
+        help="for compute-sanitizer: only tests that take `gpu` and are not marked no_sanitizer, with CuPy's pools off",
+    )
+    group.addoption("--audit", metavar="FILE", help="write the kernels that the run looked up to FILE, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +66,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     backend = config.getoption("--backend")
+    if config.getoption("--sanitizer"):
+        unfit = [
+            i for i in items if "gpu" not in getattr(i, "fixturenames", ()) or i.get_closest_marker("no_sanitizer")
+        ]
+        config.hook.pytest_deselected(items=unfit)
+        items[:] = [item for item in items if item not in unfit]
     for item in items:
         for marker, wanted in (("gpu_only", "cuda"), ("host_only", "host")):
             mark = item.get_closest_marker(marker)
@@ -84,7 +98,22 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 
 @pytest.fixture(scope="session")
-def cuda_session(backend_name: str) -> Iterator[GpuBackend | None]:
+def kernels_used(request: pytest.FixtureRequest) -> Iterator[set[str]]:
+    """The kernels ("module::function") that tests looked up; written to the file of `--audit` at the end."""
+    used: set[str] = set()
+    yield used
+    if path := request.config.getoption("--audit"):
+        Path(path).write_text(json.dumps(sorted(used)))
+
+
+def _note_used(backend: GpuBackend, used: set[str]) -> None:
+    used.update(f"{row.module}::{row.function}" for row in backend.kernel_audit() if row.status == "used")
+
+
+@pytest.fixture(scope="session")
+def cuda_session(
+    request: pytest.FixtureRequest, backend_name: str, kernels_used: set[str]
+) -> Iterator[GpuBackend | None]:
     """One CUDA backend for the run, since a context and compiled kernels are dear; None on the host."""
     if backend_name != "cuda":
         yield None
@@ -92,11 +121,19 @@ def cuda_session(backend_name: str) -> Iterator[GpuBackend | None]:
     from spark_py.runtime import open_backend
 
     with open_backend("cuda", on_leak="warn") as backend:
+        if request.config.getoption("--sanitizer"):
+            # A pool hides reads past the end and reads of stale memory from compute-sanitizer.
+            import cupy
+
+            cupy.cuda.set_allocator(None)
+            cupy.cuda.set_pinned_memory_allocator(None)
         yield backend
+        if not backend.closed:
+            _note_used(backend, kernels_used)
 
 
 @pytest.fixture
-def gpu(backend_name: str, cuda_session: GpuBackend | None) -> Iterator[GpuBackend]:
+def gpu(backend_name: str, cuda_session: GpuBackend | None, kernels_used: set[str]) -> Iterator[GpuBackend]:
     """The backend under test, with no live allocation before the test; what the test leaves is freed after it.
 
     On the host each test has a backend of its own, so that nothing of one test can reach another.
@@ -111,3 +148,5 @@ def gpu(backend_name: str, cuda_session: GpuBackend | None) -> Iterator[GpuBacke
 
     with open_backend(backend_name, on_leak="warn") as backend:
         yield backend
+        if not backend.closed:
+            _note_used(backend, kernels_used)

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Tests, compute-sanitizer and the launch benchmark on a GPU; writes results.json and RESULTS.md.
+
+    python tools/gpu_suite.py --output docs/gpu [--commit SHA] [--trees FILE]
+
+Exit code: 0 all clean, 1 something failed, 3 nothing failed but compute-sanitizer cannot attach on this machine.
+The results are written in each case. docs/gpu/README.md describes them. Needs no installed package, only its
+dependencies: the repository's root is put on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+TREES = (
+    "cuda_src",
+    "spark_py/ops",
+    "spark_py/model/layers",
+    "spark_py/runtime/cuda.py",
+    "spark_py/runtime/launch.py",
+    "spark_py/runtime/modules.py",
+    "spark_py/runtime/signature.py",
+)
+"""What the numbers depend on; where a hash differs from HEAD's, the results are stale."""
+
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+TOOLS = ("memcheck", "racecheck", "initcheck")
+_ERRORS = re.compile(r"^=+ ERROR SUMMARY: (\d+) errors?\b", re.MULTILINE)
+_HAZARDS = re.compile(
+    r"^=+ RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)", re.MULTILINE
+)
+_PROBE = """
+from spark_py.runtime import open_backend
+with open_backend("cuda") as gpu:
+    ptr = gpu.alloc(256)
+    gpu.memset(ptr, 0, 256)
+    gpu.free(ptr)
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a child process ended. `returncode` is None where the time limit ended it; `output` has both streams."""
+
+    returncode: int | None
+    seconds: float
+    output: str
+    stdout: str
+
+
+def run(command: list[str], log: Path, limit: float, env: dict[str, str]) -> Run:
+    """Run to the end or to `limit` seconds, then kill its process group. stderr, then stdout, are kept in `log`."""
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as out, log.open("wb") as err:
+        child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
+        try:
+            code: int | None = child.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            code = None
+        out.seek(0)
+        stdout = out.read()
+        err.write(stdout)
+    return Run(code, time.monotonic() - start, log.read_text(errors="replace"), stdout.decode(errors="replace"))
+
+
+def git_object(path: Path) -> str:
+    """The hash that git gives a file (blob) or folder (tree) as it lies on disk, caches left out.
+
+    Taken from disk so that it names what ran, also in a copy without .git or with uncommitted changes.
+    """
+    if path.is_dir():
+        entries = []
+        for child in path.iterdir():
+            digest = "" if child.name == "__pycache__" else git_object(child)
+            if digest in ("", _EMPTY_TREE):
+                continue
+            mode = b"40000" if child.is_dir() else b"100755" if child.stat().st_mode & 0o100 else b"100644"
+            name = child.name.encode()
+            order = name + b"/" if child.is_dir() else name
+            entries.append((order, mode + b" " + name + b"\0" + bytes.fromhex(digest)))
+        kind, data = b"tree", b"".join(entry for _, entry in sorted(entries))
+    else:
+        kind, data = b"blob", path.read_bytes()
+    return hashlib.sha1(kind + b" %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def trees_of(root: Path) -> dict[str, str]:
+    """Path -> hash, for those of TREES that exist."""
+    return {path: git_object(root / path) for path in TREES if (root / path).exists()}
+
+
+def head(path: str = "") -> str:
+    """HEAD's commit, or its object for `path`; "" where git or the path is missing."""
+    name = f"HEAD:{path}" if path else "HEAD"
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--verify", "--quiet", name], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def read_junit(text: str) -> dict[str, Any]:
+    """Counts, skips by reason, and the failed tests of a junit file."""
+    counts = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
+    skips: dict[str, int] = {}
+    failures: list[str] = []
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        outcomes = {child.tag: child for child in case}
+        if "failure" in outcomes or "error" in outcomes:
+            kind = "failure" if "failure" in outcomes else "error"
+            counts["failed" if kind == "failure" else "errors"] += 1
+            failures.append(f"{name}: {(outcomes[kind].get('message') or '').partition(chr(10))[0][:300]}")
+        elif "skipped" in outcomes:
+            counts["skipped"] += 1
+            reason = outcomes["skipped"].get("message") or "no reason given"
+            skips[reason] = skips.get(reason, 0) + 1
+        else:
+            counts["passed"] += 1
+    return {**counts, "skips": skips, "failures": failures}
+
+
+def pytest_run(prefix: list[str], arguments: list[str], log: Path, limit: float, env: dict[str, str]) -> dict[str, Any]:
+    """One pytest run; `ok` is true when it ended by itself, something passed and nothing failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        junit, audit = Path(folder, "junit.xml"), Path(folder, "audit.json")
+        command = [*prefix, sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
+        done = run([*command, f"--junitxml={junit}", f"--audit={audit}"], log, limit, env)
+        result: dict[str, Any] = {"seconds": round(done.seconds, 1), "returncode": done.returncode}
+        if done.returncode is None:
+            result["message"] = f"stopped after {limit:g} s"
+        elif not junit.exists():
+            result["message"] = f"pytest wrote no report; see {log.name}"
+        else:
+            result.update(read_junit(junit.read_text()))
+            result["kernels"] = json.loads(audit.read_text()) if audit.exists() else []
+    result["ok"] = done.returncode == 0 and result.get("passed", 0) > 0
+    result["output"] = done.output
+    return result
+
+
+def read_summary(tool: str, output: str) -> tuple[int | None, str]:
+    """(faults, line) from a sanitizer's output; faults is None where the summary line is missing.
+
+    Several summaries (one a process) are added up; racecheck counts each hazard once, warnings included.
+    """
+    if tool == "racecheck":
+        found = list(_HAZARDS.finditer(output))
+        faults = sum(max(int(m[1]), int(m[2]) + int(m[3])) for m in found)
+    else:
+        found = list(_ERRORS.finditer(output))
+        faults = sum(int(m[1]) for m in found)
+    return (faults, found[-1][0].lstrip("= ")) if found else (None, "")
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer's path, from PATH or the toolkit's usual folder."""
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
+
+def sanitizer_message(output: str) -> str:
+    """The first line in which compute-sanitizer says why it gave up, or the last line at all."""
+    lines = [line.lstrip("= ") for line in output.splitlines() if line.startswith("====")]
+    telling = [line for line in lines if re.search(r"not supported|unable|failed|error:|denied", line, re.IGNORECASE)]
+    return (telling or lines or output.strip().splitlines() or ["it printed nothing"])[0 if telling else -1]
+
+
+def sanitize(args: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
+    """All three tools over the kernel tests, side by side, after a probe that the tool attaches at all."""
+    binary = find_sanitizer()
+    if binary is None:
+        return {"available": False, "message": "compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin"}
+    env = {**env, "SPARK_PY_LINEINFO": "1"}
+    probe_log = args.output / "sanitizer-probe.log"
+    command = [binary, "--tool", "memcheck", "--error-exitcode", "9"]
+    probe = run([*command, sys.executable, "-c", _PROBE], probe_log, 60, env)
+    if probe.returncode != 0 or read_summary("memcheck", probe.output)[0] != 0:
+        return {"available": False, "message": sanitizer_message(probe.output)}
+    probe_log.unlink()
+
+    def one(tool: str) -> dict[str, Any]:
+        prefix = [binary, "--tool", tool, "--error-exitcode", "9", "--print-limit", "50"]
+        tests = ["tests/kernels", "--backend", "cuda", "--seed", args.seed, "--sanitizer"]
+        result = pytest_run(prefix, tests, args.output / f"{tool}.log", args.sanitizer_limit, env)
+        faults, line = read_summary(tool, result.pop("output"))
+        result.update(faults=faults, summary=line, ok=result["ok"] and faults == 0)
+        if faults is None:
+            result.setdefault("message", "no summary line: the tool did not finish")
+        return result
+
+    with ThreadPoolExecutor(len(TOOLS)) as pool:
+        return {"available": True, "tools": dict(zip(TOOLS, pool.map(one, TOOLS), strict=True))}
+
+
+def json_step(script: list[str], log: Path, limit: float, env: dict[str, str]) -> dict[str, Any]:
+    """Run a script that prints one JSON object on stdout; {"ok", "values"} or {"ok", "message"}."""
+    done = run([sys.executable, *script], log, limit, env)
+    if done.returncode is None:
+        return {"ok": False, "message": f"stopped after {limit:g} s"}
+    try:
+        values = json.loads(done.stdout)
+    except json.JSONDecodeError as error:
+        return {"ok": False, "message": f"exit code {done.returncode}, stdout is no JSON object: {error}"}
+    if done.returncode != 0:
+        return {"ok": False, "values": values, "message": f"exit code {done.returncode}"}
+    return {"ok": True, "values": values}
+
+
+def render(results: dict[str, Any]) -> str:
+    """RESULTS.md from results.json: nothing in it that is not in the JSON."""
+    lines = ["# Results on a GPU", "", "Made from results.json by tools/gpu_suite.py.", ""]
+    lines += [f"- {key}: {value}" for key, value in results["environment"].items()]
+    lines += [f"- commit: {results['commit'] or 'unknown'}", f"- date: {results['date']}"]
+    lines += [f"- clean: {'yes' if results['clean'] else 'no'}"]
+    lines += [f"- problem: {text}" for text in results["problems"]]
+    tests = results["tests"]
+    lines += ["", "## Tests", "", _counts(tests)]
+    lines += [f"- failed: {text}" for text in tests.get("failures", [])]
+    lines += [f"- skipped {count}: {reason}" for reason, count in sorted(tests.get("skips", {}).items())]
+    sanitizer = results["sanitizer"]
+    lines += ["", "## compute-sanitizer", ""]
+    if not sanitizer["available"]:
+        lines.append(f"Not run: {sanitizer['message']}")
+    else:
+        lines += ["| tool | summary | tests |", "|---|---|---|"]
+        for tool, result in sanitizer["tools"].items():
+            lines.append(f"| {tool} | {result['summary'] or 'no summary line'} | {_counts(result)} |")
+        lines += ["", f"Kernels looked up under it: {len(sanitizer['kernels'])}."]
+        if sanitizer["kernels_not_run"]:
+            lines.append(f"Kernels tested, but not under it: {', '.join(sanitizer['kernels_not_run'])}.")
+    benchmarks = results["benchmarks"]
+    lines += ["", "## Benchmarks", ""]
+    lines += ["```json", json.dumps(benchmarks["values"], indent=2), "```"] if "values" in benchmarks else []
+    lines += [f"Not complete: {benchmarks['message']}"] if "message" in benchmarks else []
+    lines += ["", "## Trees", "", "| path | hash |", "|---|---|"]
+    lines += [f"| {path} | {value} |" for path, value in results["trees"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(result: dict[str, Any]) -> str:
+    if "passed" not in result:
+        return str(result.get("message", "no counts"))
+    counts = ", ".join(f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped"))
+    return f"{counts} in {result['seconds']} s"
+
+
+def problems_of(results: dict[str, Any], expected: dict[str, str] | None) -> list[str]:
+    """What keeps the run from being clean, one line each; skipped steps and a missing sanitizer are not among them."""
+    problems = []
+    if expected is not None and expected != results["trees"]:
+        differing = sorted(p for p in {*expected, *results["trees"]} if expected.get(p) != results["trees"].get(p))
+        problems.append(f"files differ from the commit's: {', '.join(differing)}")
+    if not results["tests"]["ok"]:
+        problems.append(f"tests: {_counts(results['tests'])}")
+    for tool, result in results["sanitizer"].get("tools", {}).items():
+        if not result["ok"]:
+            problems.append(f"{tool}: {result['summary'] or 'no summary line'}; {_counts(result)}")
+    if not results["benchmarks"]["ok"] and not results["benchmarks"].get("skipped"):
+        problems.append(f"benchmark: {results['benchmarks']['message']}")
+    return problems
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Run tests, compute-sanitizer and the benchmark on a GPU.")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for results and logs")
+    parser.add_argument("--commit", default="", metavar="SHA", help="commit that runs (default: git's HEAD)")
+    parser.add_argument(
+        "--trees",
+        type=Path,
+        metavar="FILE",
+        help="JSON map path -> git hash that the files must have (default: HEAD's)",
+    )
+    parser.add_argument("--seed", default="0", help="seed of the tests (default: 0)")
+    parser.add_argument("--skip-sanitizer", action="store_true", help="leave compute-sanitizer out; never clean")
+    parser.add_argument("--skip-benchmark", action="store_true", help="leave the benchmark out; never clean")
+    parser.add_argument("--test-limit", type=float, default=180, metavar="S", help="seconds for the tests")
+    parser.add_argument("--sanitizer-limit", type=float, default=200, metavar="S", help="seconds for the three tools")
+    parser.add_argument("--benchmark-limit", type=float, default=60, metavar="S", help="seconds for the benchmark")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all steps; the exit code."""
+    args = parse_arguments(argv)
+    args.output = args.output.resolve()
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    expected = json.loads(args.trees.read_text()) if args.trees else {p: head(p) for p in TREES if head(p)} or None
+    skipped = {"ok": False, "skipped": True, "message": "left out by option"}
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    say("environment")
+    doctor = json_step(["-m", "spark_py.cli.main", "doctor", "--json"], args.output / "doctor.log", 60, env)
+    say("tests")
+    tests_log = args.output / "tests.log"
+    tests = pytest_run([], ["tests", "--backend", "cuda", "--seed", args.seed], tests_log, args.test_limit, env)
+    del tests["output"]
+    if args.skip_sanitizer:
+        sanitizer: dict[str, Any] = {"available": False, **skipped}
+    else:
+        say("compute-sanitizer")
+        sanitizer = sanitize(args, env)
+    kernels: set[str] = set()
+    kernels.update(*(result.pop("kernels", []) for result in sanitizer.get("tools", {}).values()))
+    not_run = set(tests.pop("kernels", [])) - kernels
+    sanitizer.update(kernels=sorted(kernels), kernels_not_run=sorted(not_run))
+    if args.skip_benchmark:
+        benchmarks: dict[str, Any] = skipped
+    else:
+        say("benchmark")
+        benchmarks = json_step(["tools/bench_launch.py"], args.output / "benchmark.log", args.benchmark_limit, env)
+    results: dict[str, Any] = {
+        "environment": environment_of(doctor),
+        "commit": args.commit or head(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "trees": trees_of(ROOT),
+        "tests": tests,
+        "sanitizer": sanitizer,
+        "benchmarks": benchmarks,
+    }
+    results["problems"] = problems_of(results, expected)
+    skips = args.skip_sanitizer or args.skip_benchmark
+    results["clean"] = not results["problems"] and sanitizer["available"] and not skips
+    (args.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (args.output / "RESULTS.md").write_text(render(results))
+    for text in results["problems"]:
+        say(f"problem: {text}")
+    if results["problems"]:
+        return 1
+    if not sanitizer["available"] and not args.skip_sanitizer:
+        say(f"compute-sanitizer cannot attach: {sanitizer['message']}")
+        return 3
+    return 0
+
+
+def environment_of(doctor: dict[str, Any]) -> dict[str, str]:
+    """Name -> value of the doctor's findings, or its error."""
+    if "values" not in doctor:
+        return {"doctor": doctor["message"]}
+    return {row["name"]: row["value"] for row in doctor["values"]["findings"] if row["value"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
