@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from . import argmax, embed_from_argmax, gemv, moe_silu_mul, norm, residual_add, rms_norm_vanilla
 from .spec import KernelSpec
 
-_FAMILIES: tuple[tuple[KernelSpec, ...], ...] = ()
+_FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
+    norm.KERNELS,
+    rms_norm_vanilla.KERNELS,
+    residual_add.KERNELS,
+    gemv.KERNELS,
+    argmax.KERNELS,
+    embed_from_argmax.KERNELS,
+    moe_silu_mul.KERNELS,
+)
 
 CATALOG: dict[tuple[str, str], KernelSpec] = {spec.key: spec for family in _FAMILIES for spec in family}
 

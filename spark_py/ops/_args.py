@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Checks that the launchers share."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from ..runtime.errors import InvalidArgumentError
+from ..runtime.gpu import DevicePtr
+
+U32_MAX = 2**32 - 1
+
+
+class HasWeight(Protocol):
+    """A weight struct, as Rust's `DenseWeight`."""
+
+    @property
+    def weight(self) -> DevicePtr: ...
+
+
+Weight: TypeAlias = "DevicePtr | HasWeight"
+
+
+def weight_ptr(weight: Weight) -> DevicePtr:
+    """The pointer of a weight."""
+    return weight if isinstance(weight, DevicePtr) else weight.weight
+
+
+def count(name: str, value: int) -> int:
+    """`value` if it is an integer from 1 to 2**32 - 1; InvalidArgumentError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= U32_MAX:
+        raise InvalidArgumentError(name, value, f"an integer from 1 to {U32_MAX} is needed")
+    return int(value)
+
+
+def multiple_of(name: str, value: int, step: int, why: str) -> int:
+    """`count`, and a multiple of `step`."""
+    number = count(name, value)
+    if number % step:
+        raise InvalidArgumentError(name, value, f"a multiple of {step} is needed: {why}")
+    return number
+
+
+def epsilon(value: float) -> float:
+    """A norm's eps: finite and not negative."""
+    if not 0.0 <= value < float("inf"):
+        raise InvalidArgumentError("eps", value, "a finite number of at least 0 is needed")
+    return value
