@@ -7,23 +7,12 @@ Twin of the engine's kernel audit: rows are deduplicated, and a kernel counts as
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from .gpu import KernelAuditRow
 
 __all__ = ["KernelAudit"]
-
-
-class _Listed(Protocol):
-    @property
-    def functions(self) -> tuple[str, ...]: ...
-
-
-class _Set(Protocol):
-    @property
-    def modules(self) -> Mapping[str, _Listed]: ...
 
 
 @dataclass(slots=True)
@@ -46,18 +35,13 @@ class KernelAudit:
             entry.loaded = entry.loaded or loaded
             entry.sites[site] = None
 
-    def rows(self, kernel_set: _Set) -> list[KernelAuditRow]:
-        """One row a kernel, sorted by module and function: "used", "missing", or "unused" for what `kernel_set` lists
-        and nobody asked for."""
+    def rows(self, known: Iterable[tuple[str, str]]) -> list[KernelAuditRow]:
+        """One row a kernel, sorted by module and function: "used", "missing", or "unused" for a (module, function) of
+        `known`, what the kernel set declares, that nobody asked for."""
         with self._lock:
             rows = [
                 KernelAuditRow(module, function, "used" if entry.loaded else "missing", tuple(entry.sites))
                 for (module, function), entry in self._seen.items()
             ]
-            rows += [
-                KernelAuditRow(name, function, "unused")
-                for name, module in kernel_set.modules.items()
-                for function in module.functions
-                if (name, function) not in self._seen
-            ]
+            rows += [KernelAuditRow(*key, "unused") for key in dict.fromkeys(known) if key not in self._seen]
         return sorted(rows, key=lambda row: (row.module, row.function))

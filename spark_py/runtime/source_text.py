@@ -23,10 +23,20 @@ _LEXEME = re.compile(
 _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|[A-Za-z_]\w*|::|\d[\w.\']*|[^\s\w]')
 _ALIAS_TYPEDEF = re.compile(r"\btypedef\s+((?:\w+\s+)*\w+)\s+(\w+)\s*;")
 _ALIAS_USING = re.compile(r"\busing\s+(\w+)\s*=\s*((?:\w+\s+)*\w+)\s*;")
-_ALIAS_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:[A-Za-z_]\w*[ \t]+)*[A-Za-z_]\w*)[ \t]*$", re.MULTILINE)
+_ALIAS_DEFINE = re.compile(
+    r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:[A-Za-z_]\w*[ \t]+)*[A-Za-z_]\w*)[ \t]*$", re.MULTILINE
+)
 # Annotations that take parentheses, which are no parameter list.
 _ANNOTATIONS = frozenset(
-    {"__launch_bounds__", "__cluster_dims__", "__maxnreg__", "__block_size__", "__attribute__", "__declspec__", "alignas"}
+    {
+        "__launch_bounds__",
+        "__cluster_dims__",
+        "__maxnreg__",
+        "__block_size__",
+        "__attribute__",
+        "__declspec__",
+        "alignas",
+    }
 )
 
 
