@@ -225,7 +225,7 @@ class GpuBackend(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """"cuda", "host" or "emulated"."""
+        """ "cuda", "host" or "emulated"."""
 
     @property
     @abstractmethod
@@ -525,9 +525,7 @@ class GpuBackend(ABC):
     def __enter__(self) -> GpuBackend:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 

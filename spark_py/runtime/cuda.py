@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""CudaBackend: the runtime on an NVIDIA GPU, through CuPy.
+
+Twin of `AtlasCudaBackend` in `gpu_impl.rs`. Memory comes from cudaMalloc without a pool, streams are the backend's
+own, captures are relaxed. The only file that imports CuPy for more than its compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import catalog
+from .arch import arch_of
+from .audit import KernelAudit
+from .checked import CheckedBackend
+from .compiled import CompiledModule
+from .cubin_cache import CubinCache
+from .device import Dim3, Launcher, LoadedKernel, RawDevice
+from .errors import (
+    BackendUnavailableError,
+    CudaError,
+    DeviceLostError,
+    ImageError,
+    InvalidArgumentError,
+    OutOfDeviceMemoryError,
+    SparkError,
+    UnsupportedError,
+)
+from .gpu import DeviceLimits, FunctionAttributes
+from .manifest import KernelSet
+from .modules import compile_module, function_not_found
+from .signature import Kind, Signature
+from .staging import StagingPool
+from .toolkit import check_one_cupy
+
+__all__ = ["CudaBackend", "CudaDevice", "module_load_count", "probe"]
+
+_OUT_OF_MEMORY = 2
+_NOT_READY = 600
+_HOST_ALLOC_FLAGS = 3  # portable and mapped
+_SHARED_MAX_DYNAMIC = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SLOT = {Kind.F32: "fxxxx", Kind.F64: "d", Kind.PTR: "Q", Kind.W64: "Q", Kind.U64: "Q", Kind.I64: "q"}
+_SLOT |= {Kind.U32: "Ixxxx", Kind.W32: "Ixxxx", Kind.I32: "ixxxx"}
+_SLOT |= {Kind.U16: "H6x", Kind.W16: "H6x", Kind.I16: "h6x", Kind.U8: "B7x", Kind.W8: "B7x", Kind.I8: "b7x"}
+
+# Modules by (device, digest of the image): one load however many backends use it; gone with its last user.
+_modules: weakref.WeakValueDictionary[tuple[int, bytes], Any] = weakref.WeakValueDictionary()
+_modules_lock = threading.Lock()
+_module_loads: dict[int, int] = {}
+
+
+def module_load_count(ordinal: int) -> int:
+    """How many modules this process has loaded on a device."""
+    return _module_loads.get(ordinal, 0)
+
+
+class _Api:
+    """CuPy's driver and runtime, imported on first use."""
+
+    def __init__(self) -> None:
+        check_one_cupy()
+        try:
+            import cupy
+            from cupy_backends.cuda.api import driver, runtime
+        except ImportError as error:
+            raise BackendUnavailableError(
+                f"CuPy cannot be imported ({error}): pip install 'spark-py[cuda12]' or 'spark-py[cuda13]'"
+            ) from None
+        self.cupy, self.driver, self.runtime = cupy, driver, runtime
+        self.errors = (runtime.CUDARuntimeError, driver.CUDADriverError)
+
+
+def _device_count(api: _Api) -> int:
+    try:
+        return int(api.runtime.getDeviceCount())
+    except api.errors as error:
+        raise BackendUnavailableError(f"no usable NVIDIA driver or GPU: {error}") from None
+
+
+def probe() -> dict[str, Any]:
+    """What `doctor` tells about CUDA: driver_version, devices (name, arch, memory in bytes), error ("" when fine)."""
+    from ._driver import driver_version
+
+    found: dict[str, Any] = {"driver_version": None, "devices": [], "error": ""}
+    version = driver_version()
+    found["driver_version"] = ".".join(map(str, version)) if version else None
+    try:
+        api = _Api()
+        for ordinal in range(_device_count(api)):
+            properties = api.runtime.getDeviceProperties(ordinal)
+            arch = arch_of((int(properties["major"]), int(properties["minor"])))
+            memory = int(properties["totalGlobalMem"])
+            found["devices"].append({"name": properties["name"].decode(), "arch": arch, "memory": memory})
+    except SparkError as error:
+        found["error"] = str(error)
+    return found
+
+
+class CudaDevice(RawDevice):
+    """One GPU without checks."""
+
+    name = "cuda"
+
+    def __init__(self, ordinal: int, kernels: Path | str | None) -> None:
+        self._api = _Api()
+        self._runtime, self._driver = self._api.runtime, self._api.driver
+        count = _device_count(self._api)
+        if isinstance(ordinal, bool) or not isinstance(ordinal, int) or not 0 <= ordinal < count:
+            raise InvalidArgumentError("ordinal", ordinal, f"this machine has {count} CUDA devices, 0 .. {count - 1}")
+        self.ordinal = ordinal
+        self._lost: DeviceLostError | None = None
+        self._several = count > 1
+        self._bound = threading.local()
+        self._set = KernelSet.open(kernels)
+        self._cache = CubinCache()
+        self._driver_version = int(self._runtime.driverGetVersion())
+        self._compiled: dict[str, CompiledModule] = {}
+        self._loaded: dict[str, Any] = {}
+        self._load_lock = threading.Lock()
+        self.activate()
+        self._major, self._minor = self._attribute("ComputeCapabilityMajor"), self._attribute("ComputeCapabilityMinor")
+        self.limits = self._limits()
+        self._staging = StagingPool(self)
+
+    # ------------------------------------------------------------ calls and faults
+
+    def activate(self) -> None:
+        if self._several or not getattr(self._bound, "done", False):
+            self._call("cudaSetDevice", self._runtime.setDevice, self.ordinal)
+            self._bound.done = True
+
+    def _call(self, operation: str, function: Callable[..., Any], *args: Any) -> Any:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return function(*args)
+        except self._api.errors as error:
+            raise self._error(operation, error) from None
+
+    def _error(self, operation: str, error: Any) -> CudaError:
+        """The typed error of a failed call. Whether the context is lost is decided by asking the device, never by the
+        code: a query that works after the failure means an isolated one."""
+        code, (name, _, detail) = int(error.status), str(error).partition(": ")
+        try:
+            self._runtime.memGetInfo()
+        except self._api.errors:
+            if self._lost is None:
+                self._lost = DeviceLostError(operation, code, name, f"{detail}; the device is lost to this process")
+            return self._lost
+        return CudaError(operation, code, name, detail)
+
+    def _attribute(self, name: str) -> int:
+        numbers = _ATTRIBUTES
+        return int(self._call("cudaDeviceGetAttribute", self._runtime.deviceGetAttribute, numbers[name], self.ordinal))
+
+    def _limits(self) -> DeviceLimits:
+        get = self._attribute
+        return DeviceLimits(
+            max_grid=(get("MaxGridDimX"), get("MaxGridDimY"), get("MaxGridDimZ")),
+            max_block=(get("MaxBlockDimX"), get("MaxBlockDimY"), get("MaxBlockDimZ")),
+            max_threads_per_block=get("MaxThreadsPerBlock"),
+            max_shared_default=get("MaxSharedMemoryPerBlock"),
+            max_shared_optin=get("MaxSharedMemoryPerBlockOptin"),
+            warp_size=get("WarpSize"),
+            cooperative_launch=bool(get("CooperativeLaunch")),
+        )
+
+    # ------------------------------------------------------------ memory
+
+    def _allocate(self, operation: str, function: Callable[..., Any], nbytes: int, *args: Any) -> int:
+        try:
+            return int(self._call(operation, function, nbytes, *args))
+        except CudaError as error:
+            if error.code != _OUT_OF_MEMORY:
+                raise
+            free, total = self.memory_info()
+            raise OutOfDeviceMemoryError(nbytes, free, total, self._where(), operation) from None
+
+    def _where(self) -> str:
+        return f"cuda:{self.ordinal}"
+
+    def alloc(self, nbytes: int) -> int:
+        return self._allocate("cudaMalloc", self._runtime.malloc, nbytes)
+
+    def alloc_managed(self, nbytes: int) -> int:
+        return self._allocate("cudaMallocManaged", self._runtime.mallocManaged, nbytes, self._runtime.memAttachGlobal)
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", self._runtime.free, address)
+
+    def alloc_host(self, nbytes: int) -> int:
+        address = self._allocate("cudaHostAlloc", self._runtime.hostAlloc, nbytes, _HOST_ALLOC_FLAGS)
+        ctypes.memset(address, 0, nbytes)
+        return address
+
+    def free_host(self, address: int) -> None:
+        self._call("cudaFreeHost", self._runtime.freeHost, address)
+
+    def host_to_device(self, address: int) -> int:
+        attributes = self._call("cudaPointerGetAttributes", self._runtime.pointerGetAttributes, address)
+        return int(attributes.devicePointer)
+
+    # ------------------------------------------------------------ copies
+
+    def h2d(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        kind = self._runtime.memcpyHostToDevice
+        self._call("cudaMemcpyAsync H2D", self._runtime.memcpyAsync, dst, src, nbytes, kind, stream)
+
+    def h2d_staged(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._staging.upload(dst, src, nbytes, stream)
+
+    def d2h(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        kind = self._runtime.memcpyDeviceToHost
+        self._call("cudaMemcpyAsync D2H", self._runtime.memcpyAsync, dst, src, nbytes, kind, stream)
+
+    def d2d(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        kind = self._runtime.memcpyDeviceToDevice
+        self._call("cudaMemcpyAsync D2D", self._runtime.memcpyAsync, dst, src, nbytes, kind, stream)
+
+    def d2d_2d(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
+        kind = self._runtime.memcpyDeviceToDevice
+        copy = self._runtime.memcpy2DAsync
+        self._call("cudaMemcpy2DAsync", copy, dst, dst_pitch, src, src_pitch, width, height, kind, stream)
+
+    def memset(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        self._call("cudaMemsetAsync", self._runtime.memsetAsync, dst, value, nbytes, stream)
+
+    # ------------------------------------------------------------ streams and events
+
+    def create_stream(self) -> int:
+        flags = self._runtime.streamNonBlocking
+        return int(self._call("cudaStreamCreateWithFlags", self._runtime.streamCreateWithFlags, flags))
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cudaStreamDestroy", self._runtime.streamDestroy, stream)
+
+    def sync_stream(self, stream: int) -> None:
+        self._call("cudaStreamSynchronize", self._runtime.streamSynchronize, stream)
+
+    def create_event(self, timing: bool) -> int:
+        flags = self._runtime.eventDefault if timing else self._runtime.eventDisableTiming
+        return int(self._call("cudaEventCreateWithFlags", self._runtime.eventCreateWithFlags, flags))
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cudaEventDestroy", self._runtime.eventDestroy, event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._call("cudaEventRecord", self._runtime.eventRecord, event, stream)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        self._call("cudaStreamWaitEvent", self._runtime.streamWaitEvent, stream, event)
+
+    def sync_event(self, event: int) -> None:
+        self._call("cudaEventSynchronize", self._runtime.eventSynchronize, event)
+
+    def query_event(self, event: int) -> bool:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            # CuPy gives the status in some versions and raises in others.
+            return not self._runtime.eventQuery(event)
+        except self._api.errors as error:
+            if error.status == _NOT_READY:
+                return False
+            raise self._error("cudaEventQuery", error) from None
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        return float(self._call("cudaEventElapsedTime", self._runtime.eventElapsedTime, start, end))
+
+    # ------------------------------------------------------------ kernels
+
+    def has_module(self, module: str) -> bool:
+        return module in self._set.modules
+
+    def known_kernels(self) -> Sequence[tuple[str, str]]:
+        return self._set.known_kernels()
+
+    def is_loaded(self, module: str, function: str) -> bool:
+        return module in self._loaded
+
+    def load(self, module: str, function: str) -> LoadedKernel:
+        source = self._set.module(module)
+        with self._load_lock:
+            if module not in self._loaded:
+                arch = arch_of(self.compute_capability())
+                compiled = compile_module(source, arch, self._cache, driver_version=self._driver_version)
+                self._compiled[module] = compiled
+                self._loaded[module] = self._load_image(source.path, compiled)
+            compiled, image = self._compiled[module], self._loaded[module]
+        if function not in compiled.signatures:
+            raise function_not_found(source, function, sorted(compiled.signatures))
+        signature = compiled.signatures[function]
+        raw = self._call(f"cuModuleGetFunction {module}::{function}", image.get_function, function)
+        attributes = self._function_attributes(raw.ptr)
+        nullable = self._nullable(module, signature)
+        dynamic = attributes.shared_dynamic_max
+        return LoadedKernel(module, function, signature, raw, attributes, dynamic, nullable)
+
+    def _load_image(self, path: Path, compiled: CompiledModule) -> Any:
+        key = (self.ordinal, hashlib.sha256(compiled.image).digest())
+        with _modules_lock:
+            module = _modules.get(key)
+            if module is not None:
+                return module
+            module = self._api.cupy.cuda.function.Module()
+            try:
+                module.load(compiled.image)
+            except self._api.errors as error:
+                raise ImageError(path, compiled.arch, f"the driver refused the {compiled.kind}: {error}") from None
+            _module_loads[self.ordinal] = module_load_count(self.ordinal) + 1
+            _modules[key] = module
+            return module
+
+    def _nullable(self, module: str, signature: Signature) -> tuple[bool, ...]:
+        """Which pointers may be NULL: as the catalogue says, and any where it does not know the kernel."""
+        spec = catalog.find(module, signature.function)
+        if spec is None or len(spec.params) != len(signature.params):
+            return (True,) * len(signature.params)
+        return tuple(p.optional for p in spec.params)
+
+    def _function_attributes(self, function: int) -> FunctionAttributes:
+        def get(number: int) -> int:
+            return int(self._call("cuFuncGetAttribute", self._driver.funcGetAttribute, number, function))
+
+        return FunctionAttributes(
+            registers=get(4),
+            shared_static=get(1),
+            shared_dynamic_max=get(_SHARED_MAX_DYNAMIC),
+            local_per_thread=get(3),
+            max_threads_per_block=get(0),
+            constant=get(2),
+            ptx_version=get(5),
+            binary_version=get(6),
+        )
+
+    def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
+        """A closure that packs one launch's values and queues it; its argument buffer is reused under a lock."""
+        layout, starts = _layout(kernel.signature)
+        buffer = bytearray(max(layout.size, 8))
+        base = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
+        pointers = (ctypes.c_void_p * max(len(starts), 1))(*(base + start for start in starts))
+        table = ctypes.addressof(pointers)
+        lock = threading.Lock()
+        pack, function, bound = layout.pack_into, kernel.raw.ptr, self._bound
+        geometry = (*grid, *block, shared)
+        call = self._driver.launchCooperativeKernel if cooperative else self._driver.launchKernel
+        tail = (table,) if cooperative else (table, 0)
+        # The module and the argument table live as long as the closure.
+        keep = (kernel.raw, pointers, buffer)
+
+        def launch(stream: int, values: Sequence[Any], _keep: object = keep) -> None:
+            if self._several or not getattr(bound, "done", False):
+                self.activate()
+            if self._lost is not None:
+                raise self._lost
+            with lock:
+                pack(buffer, 0, *values)
+                try:
+                    call(function, *geometry, stream, *tail)
+                except self._api.errors as error:
+                    raise self._error(f"launch of {kernel.name} (grid {grid}, block {block})", error) from None
+
+        return launch
+
+    def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None:
+        self._call("cuFuncSetAttribute", self._driver.funcSetAttribute, kernel.raw.ptr, _SHARED_MAX_DYNAMIC, nbytes)
+
+    def max_cooperative_blocks(self, kernel: LoadedKernel, threads: int, shared: int) -> int:
+        occupancy = self._driver.occupancyMaxActiveBlocksPerMultiprocessor
+        each = self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", occupancy, kernel.raw.ptr, threads, shared)
+        return int(each) * self.sm_count()
+
+    # ------------------------------------------------------------ graphs
+
+    def begin_capture(self, stream: int) -> None:
+        mode = self._runtime.streamCaptureModeRelaxed
+        self._call("cudaStreamBeginCapture", self._runtime.streamBeginCapture, stream, mode)
+
+    def end_capture(self, stream: int) -> int:
+        graph = self._call("cudaStreamEndCapture", self._runtime.streamEndCapture, stream)
+        try:
+            return int(self._call("cudaGraphInstantiate", self._runtime.graphInstantiate, graph))
+        finally:
+            self._call("cudaGraphDestroy", self._runtime.graphDestroy, graph)
+
+    def abort_capture(self, stream: int) -> None:
+        try:
+            graph = self._runtime.streamEndCapture(stream)
+        except self._api.errors:
+            return  # an invalidated capture has no graph to drop
+        if graph:
+            self._call("cudaGraphDestroy", self._runtime.graphDestroy, graph)
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        self._call("cudaGraphLaunch", self._runtime.graphLaunch, graph, stream)
+
+    def destroy_graph(self, graph: int) -> None:
+        self._call("cudaGraphExecDestroy", self._runtime.graphExecDestroy, graph)
+
+    # ------------------------------------------------------------ information and interop
+
+    def memory_info(self) -> tuple[int, int]:
+        free, total = self._call("cudaMemGetInfo", self._runtime.memGetInfo)
+        return int(free), int(total)
+
+    def integrated(self) -> bool:
+        return bool(self._attribute("Integrated"))
+
+    def sm_count(self) -> int:
+        return self._attribute("MultiProcessorCount")
+
+    def compute_capability(self) -> tuple[int, int]:
+        return self._major, self._minor
+
+    def device_name(self) -> str:
+        properties = self._call("cudaGetDeviceProperties", self._runtime.getDeviceProperties, self.ordinal)
+        return str(properties["name"].decode())
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        cupy = self._api.cupy
+        if address == 0:
+            return cupy.empty(shape, dtype)
+        nbytes = dtype.itemsize
+        for extent in shape:
+            nbytes *= extent
+        memory = cupy.cuda.UnownedMemory(address, nbytes, self, self.ordinal)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def foreign_range(self, array: Any) -> tuple[int, int]:
+        cupy = self._api.cupy
+        if hasattr(array, "__dlpack__"):
+            view = cupy.from_dlpack(array)
+        elif hasattr(array, "__cuda_array_interface__"):
+            view = cupy.asarray(array)
+        else:
+            kinds = "an array with DLPack or __cuda_array_interface__"
+            raise InvalidArgumentError("array", type(array).__name__, kinds)
+        if view.device.id != self.ordinal:
+            raise UnsupportedError(f"the array is on cuda:{view.device.id}, this backend on {self._where()}")
+        if not view.flags.c_contiguous:
+            raise InvalidArgumentError("array", f"strides {view.strides}", "must be C-contiguous")
+        return int(view.data.ptr), int(view.nbytes)
+
+    def close(self) -> None:
+        self._loaded.clear()
+        self._compiled.clear()
+        if self._lost is None:
+            self._staging.close()
+
+
+# cudaDeviceAttr numbers; CuPy names them by CUDA version, the numbers never change.
+_ATTRIBUTES = {
+    "MaxThreadsPerBlock": 1,
+    "MaxBlockDimX": 2,
+    "MaxBlockDimY": 3,
+    "MaxBlockDimZ": 4,
+    "MaxGridDimX": 5,
+    "MaxGridDimY": 6,
+    "MaxGridDimZ": 7,
+    "MaxSharedMemoryPerBlock": 8,
+    "WarpSize": 10,
+    "MultiProcessorCount": 16,
+    "Integrated": 18,
+    "ComputeCapabilityMajor": 75,
+    "ComputeCapabilityMinor": 76,
+    "CooperativeLaunch": 95,
+    "MaxSharedMemoryPerBlockOptin": 97,
+}
+
+
+def _layout(signature: Signature) -> tuple[struct.Struct, list[int]]:
+    """How a launch's values are packed, an 8-byte slot a scalar and as many as needed for bytes; where each starts."""
+    text, starts, at = "<", [], 0
+    for param in signature.params:
+        starts.append(at)
+        size = -(-param.size // 8) * 8 if param.kind is Kind.BYTES else 8
+        text += f"{param.size}s{size - param.size}x" if param.kind is Kind.BYTES else _SLOT[param.kind]
+        at += size
+    return struct.Struct(text), starts
+
+
+class CudaBackend(CheckedBackend):
+    """The GPU backend."""
+
+    _device: CudaDevice
+
+    def __init__(
+        self,
+        ordinal: int = 0,
+        kernels: Path | str | None = None,
+        on_leak: str = "warn",
+        debug_sync_kernels: bool = False,
+    ) -> None:
+        super().__init__(CudaDevice(ordinal, kernels), KernelAudit(), on_leak, debug_sync_kernels)

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""HostBackend: the whole runtime on a CPU, with the catalogue's NumPy references as kernels.
+
+Twin of `MockGpuBackend`, and stricter: kernels really run, streams are eager and in order, captures record and
+replay. Each allocation has red zones; fresh and freed memory is poisoned with 0xFF, which is NaN in BF16 and E4M3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..catalog.spec import Call, KernelSpec, ParamSpec
+from .audit import KernelAudit
+from .checked import CheckedBackend
+from .device import Dim3, Launcher, LoadedKernel, RawDevice
+from .errors import (
+    ArgumentPointerError,
+    ArgumentRangeError,
+    GeometryError,
+    InvalidArgumentError,
+    OutOfDeviceMemoryError,
+    PointerError,
+    RedZoneError,
+)
+from .gpu import DeviceLimits, FunctionAttributes
+from .host_counters import HostCounters
+from .host_kernels import HostKernels
+
+__all__ = ["HostBackend", "HostDevice"]
+
+RED_ZONE = 256
+"""Bytes guarded on each side of an allocation; also its alignment."""
+_RED = 0xFB
+_POISON = 0xFF
+_QUARANTINE_BYTES = 64 << 20
+# Handles are unique in the process, so that another backend's stream or event is told apart from one's own.
+_handles = itertools.count(0x1000, 0x10)
+
+
+class _Block:
+    """One allocation: the array that owns the memory and the slice the user sees."""
+
+    __slots__ = ("base", "body", "owner")
+
+    def __init__(self, nbytes: int, fill: int | None) -> None:
+        self.owner = np.empty(nbytes + 3 * RED_ZONE, np.uint8)
+        start = int(self.owner.__array_interface__["data"][0])
+        self.base = -(-start // RED_ZONE) * RED_ZONE + RED_ZONE
+        at = self.base - start
+        self.body = self.owner[at : at + nbytes]
+        self.owner[at - RED_ZONE : at] = _RED
+        self.owner[at + nbytes : at + nbytes + RED_ZONE] = _RED
+        if fill is not None:
+            self.body[:] = fill
+
+    def damage(self) -> str | None:
+        """Where a red zone was overwritten, if one was."""
+        at = self.base - int(self.owner.__array_interface__["data"][0])
+        end = at + self.body.size
+        before = np.flatnonzero(self.owner[at - RED_ZONE : at] != _RED)
+        if before.size:
+            return f"{RED_ZONE - int(before[-1])} bytes before the start"
+        after = np.flatnonzero(self.owner[end : end + RED_ZONE] != _RED)
+        return f"{int(after[0])} bytes past the end" if after.size else None
+
+
+class HostDevice(RawDevice):
+    """Host memory and eager streams."""
+
+    name = "host"
+
+    def __init__(self, ordinal: int, kernels: HostKernels, poison: bool) -> None:
+        if isinstance(ordinal, bool) or not isinstance(ordinal, int) or ordinal < 0:
+            raise InvalidArgumentError("ordinal", ordinal, "a device number, 0 or more")
+        self.ordinal = ordinal
+        self.limits = DeviceLimits()
+        self.kernels = kernels
+        self.max_allocation: int | None = None
+        self._poison = _POISON if poison else None
+        self._blocks: dict[int, _Block] = {}
+        self._pinned: dict[int, _Block] = {}
+        self._quarantine: deque[_Block] = deque()
+        self._quarantined = 0
+        self._event_times: dict[int, float | None] = {}
+        self._recording: dict[int, list[Callable[[], None]]] = {}
+        self._captured_events: dict[int, list[Callable[[], None]]] = {}
+        self._graphs: dict[int, list[Callable[[], None]]] = {}
+
+    # ------------------------------------------------------------ memory
+
+    def _new_block(self, nbytes: int, fill: int | None) -> _Block:
+        if self.max_allocation is not None and nbytes > self.max_allocation:
+            free, total = self.memory_info()
+            raise OutOfDeviceMemoryError(
+                nbytes, free, total, "host", f"exceeds the injected limit of {self.max_allocation} bytes"
+            )
+        try:
+            return _Block(nbytes, fill)
+        except MemoryError:
+            raise OutOfDeviceMemoryError(nbytes, *self.memory_info(), "host") from None
+
+    def alloc(self, nbytes: int) -> int:
+        block = self._new_block(nbytes, self._poison)
+        self._blocks[block.base] = block
+        return block.base
+
+    alloc_managed = alloc
+
+    def free(self, address: int) -> None:
+        block = self._blocks.pop(address)
+        damage = block.damage()
+        # Poisoned and kept for a while, so that a stale pointer meets NaN instead of somebody's new data.
+        if block.body.size <= _QUARANTINE_BYTES:
+            if self._poison is not None:
+                block.body[:] = self._poison
+            self._quarantine.append(block)
+            self._quarantined += block.body.size
+            while self._quarantined > _QUARANTINE_BYTES:
+                self._quarantined -= self._quarantine.popleft().body.size
+        if damage is not None:
+            raise RedZoneError(f"memory was written {damage} of an allocation:", address)
+
+    def alloc_host(self, nbytes: int) -> int:
+        block = self._new_block(nbytes, 0)
+        self._pinned[block.base] = block
+        return block.base
+
+    def free_host(self, address: int) -> None:
+        damage = self._pinned.pop(address).damage()
+        if damage is not None:
+            raise RedZoneError(f"memory was written {damage} of a pinned allocation at {address:#x}", address)
+
+    def host_to_device(self, address: int) -> int:
+        return address
+
+    def check_red_zones(self) -> None:
+        """RedZoneError for the first live allocation whose surroundings were overwritten."""
+        for base, block in (*self._blocks.items(), *self._pinned.items()):
+            damage = block.damage()
+            if damage is not None:
+                raise RedZoneError(f"memory was written {damage} of {self.ledger.find(base)}", base)
+
+    # ------------------------------------------------------------ streams: eager, or recorded by a capture
+
+    def _queue(self, stream: int, operation: Callable[[], None]) -> None:
+        recording = self._recording.get(stream)
+        if recording is None:
+            operation()
+        else:
+            recording.append(operation)
+
+    def h2d(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._queue(stream, lambda: _move(dst, src, nbytes))
+
+    h2d_staged = h2d
+
+    def d2h(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._queue(stream, lambda: _move(dst, src, nbytes))
+
+    def d2d(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._queue(stream, lambda: _move(dst, src, nbytes))
+
+    def d2d_2d(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
+        def rows() -> None:
+            for row in range(height):
+                _move(dst + row * dst_pitch, src + row * src_pitch, width)
+
+        self._queue(stream, rows)
+
+    def memset(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        self._queue(stream, lambda: _fill(dst, value, nbytes))
+
+    def create_stream(self) -> int:
+        return next(_handles)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._recording.pop(stream, None)
+
+    def sync_stream(self, stream: int) -> None:
+        pass
+
+    def create_event(self, timing: bool) -> int:
+        event = next(_handles)
+        self._event_times[event] = None
+        return event
+
+    def destroy_event(self, event: int) -> None:
+        self._event_times.pop(event, None)
+        self._captured_events.pop(event, None)
+
+    def record_event(self, event: int, stream: int) -> None:
+        recording = self._recording.get(stream)
+        if recording is None:
+            self._event_times[event] = time.perf_counter()
+            self._captured_events.pop(event, None)
+        else:
+            self._captured_events[event] = recording
+
+    def wait_event(self, stream: int, event: int) -> None:
+        recording = self._captured_events.get(event)
+        if recording is not None and any(r is recording for r in self._recording.values()):
+            self._recording[stream] = recording
+
+    def sync_event(self, event: int) -> None:
+        pass
+
+    def query_event(self, event: int) -> bool:
+        return True
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        times = self._event_times[start], self._event_times[end]
+        if times[0] is None or times[1] is None:
+            raise InvalidArgumentError("event", start if times[0] is None else end, "was never recorded")
+        return (times[1] - times[0]) * 1e3
+
+    # ------------------------------------------------------------ kernels
+
+    def has_module(self, module: str) -> bool:
+        return self.kernels.has_module(module)
+
+    def known_kernels(self) -> Sequence[tuple[str, str]]:
+        return self.kernels.known()
+
+    def is_loaded(self, module: str, function: str) -> bool:
+        return True
+
+    def load(self, module: str, function: str) -> LoadedKernel:
+        spec, signature = self.kernels.find(module, function)
+        attributes = FunctionAttributes(
+            -1, spec.shared_bytes, self.limits.max_shared_default - spec.shared_bytes, 0, 1024
+        )
+        nullable = tuple(p.optional for p in spec.params)
+        return LoadedKernel(module, function, signature, spec, attributes, attributes.shared_dynamic_max, nullable)
+
+    def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
+        spec: KernelSpec = kernel.raw
+
+        def launch(stream: int, values: Sequence[Any]) -> None:
+            arguments = tuple(values)
+            self._queue(stream, lambda: self._run(spec, kernel.name, (grid, block, shared), arguments))
+
+        return launch
+
+    def _run(self, spec: KernelSpec, name: str, geometry: tuple[Dim3, Dim3, int], values: tuple[Any, ...]) -> None:
+        call = Call(*geometry)
+        # Scalars first: a pointer's shape may use any of them.
+        for param, value in zip(spec.params, values, strict=True):
+            if not param.is_pointer:
+                setattr(call, param.name, float(np.float32(value)) if param.ctype == "f32" else value)
+        try:
+            expected = spec.geometry(call)
+            if spec.preconditions is not None:
+                spec.preconditions(call)
+        except ValueError as error:
+            raise ArgumentRangeError(name, str(error)) from None
+        for what, got, want in zip(("grid", "block", "dynamic shared memory"), geometry, expected, strict=True):
+            if got != want:
+                raise GeometryError(
+                    name, f"{what} is {got}, the kernel needs {want} (grid {spec.grid_text}, block {spec.block_text})"
+                )
+        for param, value in zip(spec.params, values, strict=True):
+            if param.is_pointer:
+                setattr(call, param.name, self._bind(name, call, param, value))
+        spec.run(call)
+
+    def _bind(self, name: str, call: Call, param: ParamSpec, address: int) -> np.ndarray[Any, Any] | None:
+        """The array that a pointer parameter stands for, once its whole range is known to be right."""
+        if address == 0:
+            return None
+        if address % param.align:
+            raise ArgumentPointerError(
+                name, f"{address:#x} is no multiple of {param.align} bytes, which the kernel's loads need", param.name
+            )
+        assert param.shape is not None
+        shape = tuple(int(n) for n in param.shape(call))
+        first = address + (int(param.offset(call)) if param.offset else 0) * param.dtype.itemsize
+        nbytes = int(np.prod(shape, dtype=object)) * param.dtype.itemsize
+        if nbytes == 0:
+            return np.empty(shape, param.dtype)
+        verb = {"r": "read", "w": "write", "rw": "read and write"}[param.access]
+        try:
+            self.ledger.check_range(first, nbytes, f"kernel would {verb}")
+        except PointerError as error:
+            raise ArgumentPointerError(name, str(error), param.name) from None
+        array = _array(first, shape, param.dtype)
+        array.flags.writeable = param.access != "r"
+        return array
+
+    def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None:
+        pass
+
+    def max_cooperative_blocks(self, kernel: LoadedKernel, threads: int, shared: int) -> int:
+        return 2048 // threads * self.sm_count()
+
+    # ------------------------------------------------------------ graphs
+
+    def begin_capture(self, stream: int) -> None:
+        self._recording[stream] = []
+
+    def _stop_recording(self, stream: int) -> list[Callable[[], None]]:
+        recording = self._recording[stream]
+        for each in [s for s, r in self._recording.items() if r is recording]:
+            del self._recording[each]
+        return recording
+
+    def end_capture(self, stream: int) -> int:
+        graph = next(_handles)
+        self._graphs[graph] = self._stop_recording(stream)
+        return graph
+
+    def abort_capture(self, stream: int) -> None:
+        self._stop_recording(stream)
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        for operation in self._graphs[graph]:
+            operation()
+
+    def destroy_graph(self, graph: int) -> None:
+        del self._graphs[graph]
+
+    # ------------------------------------------------------------ information
+
+    def memory_info(self) -> tuple[int, int]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def integrated(self) -> bool:
+        return True
+
+    def sm_count(self) -> int:
+        return os.cpu_count() or 1
+
+    def compute_capability(self) -> tuple[int, int]:
+        return 0, 0
+
+    def device_name(self) -> str:
+        return "CPU (NumPy references)"
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        if address == 0:
+            return np.empty(shape, dtype)
+        allocation = self.ledger.find(address)
+        block = self._blocks.get(allocation.base) if allocation is not None else None
+        if block is None:
+            return _array(address, shape, np.dtype(dtype))
+        # A slice of the owner keeps the memory alive for as long as the view is.
+        at = address - block.base
+        nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+        return block.body[at : at + nbytes].view(dtype).reshape(shape)
+
+    def foreign_range(self, array: Any) -> tuple[int, int]:
+        if not hasattr(array, "__array_interface__"):
+            if not hasattr(array, "__dlpack__"):
+                raise InvalidArgumentError("array", type(array).__name__, "a NumPy array or a CPU array with DLPack")
+            array = np.from_dlpack(array)
+        view = np.asarray(array)
+        if not view.flags.c_contiguous:
+            raise InvalidArgumentError("array", f"strides {view.strides}", "must be C-contiguous")
+        return int(view.__array_interface__["data"][0]), view.nbytes
+
+    def close(self) -> None:
+        self._quarantine.clear()
+
+
+def _move(dst: int, src: int, nbytes: int) -> None:
+    ctypes.memmove(dst, src, nbytes)
+
+
+def _fill(dst: int, value: int, nbytes: int) -> None:
+    ctypes.memset(dst, value, nbytes)
+
+
+def _array(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+    array: np.ndarray[Any, Any] = flat.view(dtype).reshape(shape)
+    return array
+
+
+class HostBackend(HostCounters, CheckedBackend):
+    """The CPU backend. `poison=False` leaves fresh memory untouched, so that huge allocations stay sparse."""
+
+    _device: HostDevice
+
+    def __init__(
+        self,
+        ordinal: int = 0,
+        kernels: Path | str | None = None,
+        on_leak: str = "warn",
+        debug_sync_kernels: bool = False,
+        poison: bool = True,
+    ) -> None:
+        device = HostDevice(ordinal, HostKernels(kernels), poison)
+        super().__init__(device, KernelAudit(), on_leak, debug_sync_kernels)
+
+    def check_red_zones(self) -> None:
+        """RedZoneError when memory beside a live allocation was overwritten."""
+        self._device.check_red_zones()
+
+    def set_max_allocation_bytes(self, nbytes: int | None) -> None:
+        """Make larger single requests fail with OutOfDeviceMemoryError; None lifts the limit."""
+        self._device.max_allocation = None if nbytes is None else self._size("nbytes", nbytes)
+
+    def fail_lookup(self, module: str, function: str | None = None) -> None:
+        """Make lookups of a function, or of a whole module, fail as if the kernel set lacked it."""
+        self._device.kernels.hide(module, function)
