@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import FrameType
 
 __all__ = ["call_site"]
 
@@ -15,10 +16,10 @@ _INTERIOR = (f"{_PACKAGE / 'runtime'}/", f"{_PACKAGE / 'ops'}/")
 
 def call_site() -> str:
     """ "file:line" of the innermost frame outside `spark_py/runtime` and `spark_py/ops`; "unknown:0" without one."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_INTERIOR) and not name.startswith("<frozen"):
             return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "unknown:0"

@@ -8,6 +8,7 @@ damaged entry is removed and compiled again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -24,7 +25,7 @@ import platformdirs
 from .compiled import CompiledModule
 from .errors import InvalidArgumentError
 
-__all__ = ["CACHE_FORMAT", "CubinCache"]
+__all__ = ["CACHE_FORMAT", "CubinCache", "default_cache"]
 
 log = logging.getLogger("spark_py.runtime.cubin_cache")
 
@@ -44,9 +45,8 @@ class CubinCache:
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        chosen = folder or os.environ.get(_ENVIRONMENT) or platformdirs.user_cache_dir("spark_py", appauthor=False)
-        self.folder = Path(chosen).absolute()
-        self.enabled = False
+        self.folder = Path(folder).absolute() if folder is not None else _default_folder()
+        self.enabled = self._warned = False
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.stat()
@@ -69,7 +69,7 @@ class CubinCache:
             self._turn_off(PermissionError(13, "not writable"))
 
     def _turn_off(self, error: OSError) -> None:
-        if self.enabled or not getattr(self, "_warned", False):
+        if not self._warned:
             log.warning("compiled kernels are not cached: %s: %s", self.folder, error.strerror or error)
         self._warned = True
         self.enabled = False
@@ -132,6 +132,21 @@ class CubinCache:
                 raise
         except OSError as error:
             self._turn_off(error)
+
+
+@functools.cache
+def _opened(folder: str) -> CubinCache:
+    return CubinCache(folder)
+
+
+def default_cache() -> CubinCache:
+    """The cache at `SPARK_PY_CACHE_DIR` or in the user's cache folder, opened once a process."""
+    return _opened(str(_default_folder()))
+
+
+def _default_folder() -> Path:
+    named = os.environ.get(_ENVIRONMENT)
+    return Path(named or platformdirs.user_cache_dir("spark_py", appauthor=False)).absolute()
 
 
 def _encode(module: CompiledModule) -> bytes:

@@ -34,11 +34,14 @@ _MODULE_KEYS: Mapping[str, type] = {
     "gpu_only": bool,
 }
 # nvcc's options that NVRTC refuses and that mean nothing for it; the architecture is chosen at compile time.
-_NVCC_ONLY = ("-O", "--optimize", "--ptx", "-ptx", "--cubin", "-cubin", "--fatbin", "--Werror", "-Werror", "-Xcompiler")
-_NVCC_ONLY += ("--expt-relaxed-constexpr", "-expt-relaxed-constexpr", "--extended-lambda", "-extended-lambda")
-_NVCC_ONLY += ("--expt-extended-lambda", "-arch", "--gpu-architecture", "-code", "--gpu-code", "-gencode", "--threads")
-_TAKES_VALUE = frozenset({"--Werror", "-Werror", "-Xcompiler", "-arch", "--gpu-architecture", "-code", "-gencode"})
-_TAKES_VALUE |= {"--gpu-code", "--threads", "--optimize"}
+_TAKES_VALUE = frozenset(
+    {"--Werror", "-Werror", "-Xcompiler", "-arch", "--gpu-architecture", "-code", "--gpu-code", "-gencode"}
+    | {"--generate-code", "--threads", "--optimize"}
+)
+_NVCC_ONLY = _TAKES_VALUE | {
+    *("-O", "--ptx", "-ptx", "--cubin", "-cubin", "--fatbin", "-fatbin", "--expt-relaxed-constexpr"),
+    *("-expt-relaxed-constexpr", "--extended-lambda", "-extended-lambda", "--expt-extended-lambda"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .arch import Arch, parse_arch, runs_on
 from .compiled import CompiledModule, Resources
-from .cubin_cache import CACHE_FORMAT, CubinCache
+from .cubin_cache import CACHE_FORMAT, CubinCache, default_cache
 from .errors import (
     ArchMismatchError,
     BackendUnavailableError,
@@ -78,22 +78,31 @@ def function_not_found(module: ModuleSource, function: str, present: Sequence[st
 
 
 def compile_module(
-    source: ModuleSource, arch: str, cache: CubinCache | None = None, *, driver_version: int | None = None
+    source: ModuleSource,
+    arch: str,
+    cache: CubinCache | Literal["default"] | None = "default",
+    *,
+    driver_version: int | None = None,
 ) -> CompiledModule:
     """The image of `source` for `arch` ("sm_90a"), with the signature and resources of each of its kernels.
 
-    A .cu is compiled, or taken from `cache` (None: no cache) where source, own headers, flags, architecture and
-    toolkit are the same. A .ptx is checked and passed on; `driver_version` (12090 for CUDA 12.9) then bounds the PTX
-    version. Raises CompileError (file, line, log) or HeaderNotFoundError, ImageError for bad PTX, FunctionNotFoundError
-    for a function that the manifest lists and the file lacks, SignatureMismatchError, ArchMismatchError below
-    `min_arch`, and UnsupportedError for an architecture that this NVRTC does not know.
+    A .cu is compiled, or taken from `cache` ("default": the user's; None: no cache) where source, own headers, flags,
+    architecture and toolkit are the same. A .ptx is checked and passed on; `driver_version` (12090 for CUDA 12.9) then
+    bounds the PTX version.
+
+    Raises CompileError (file, line, log) or HeaderNotFoundError, ImageError for bad PTX, FunctionNotFoundError for a
+    function that the manifest lists and the file lacks, SignatureMismatchError, ArchMismatchError below `min_arch`, and
+    UnsupportedError for an architecture that this NVRTC does not know.
     """
     target = parse_arch(arch)
     if not runs_on(source.min_arch, target.capability):
         raise ArchMismatchError(
             source.min_arch, arch, f"module '{source.name}' ({source.path}) needs {source.min_arch}, asked for {arch}"
         )
-    module = load_ptx(source.path, arch, driver_version) if source.is_ptx else _compile_cached(source, target, cache)
+    if source.is_ptx:
+        module = load_ptx(source.path, arch, driver_version)
+    else:
+        module = _compile_cached(source, target, default_cache() if cache == "default" else cache)
     for function in source.functions:
         if function not in module.signatures:
             raise function_not_found(source, function, tuple(module.signatures))

@@ -240,11 +240,11 @@ def _declared(number: int, words: list[str], aliases: Mapping[str, str]) -> Para
     base: list[str] = []
     while at < len(words):
         word = words[at]
+        builtin = word in _BUILTIN_WORDS and (not base or base[0] in _BUILTIN_WORDS)
+        names_type = word == "::" or (re.fullmatch(r"[A-Za-z_]\w*", word) and (not base or base[-1] == "::"))
         if word == "const":
             const = True
-        elif word in _BUILTIN_WORDS and (not base or base[0] in _BUILTIN_WORDS):
-            base.append(word)
-        elif word == "::" or (re.fullmatch(r"[A-Za-z_]\w*", word) and (not base or base[-1] == "::")):
+        elif builtin or names_type:
             base.append(word)
         else:
             break
@@ -275,8 +275,12 @@ def _declared(number: int, words: list[str], aliases: Mapping[str, str]) -> Para
 
 # ---------------------------------------------------------------- holding lists against each other
 
-_WORD_OF = {Kind.W8: (Kind.U8, Kind.I8), Kind.W16: (Kind.U16, Kind.I16), Kind.W32: (Kind.U32, Kind.I32)}
-_WORD_OF[Kind.W64] = (Kind.U64, Kind.I64, Kind.PTR)
+_WORD_OF: Mapping[Kind, tuple[Kind, ...]] = {
+    Kind.W8: (Kind.U8, Kind.I8),
+    Kind.W16: (Kind.U16, Kind.I16),
+    Kind.W32: (Kind.U32, Kind.I32),
+    Kind.W64: (Kind.U64, Kind.I64, Kind.PTR),
+}
 
 
 def _kinds_agree(a: Param, b: Param) -> bool:

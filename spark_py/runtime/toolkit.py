@@ -8,6 +8,7 @@ wheels in the same environment get in.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -129,10 +130,9 @@ def _loaded_library() -> Path | None:
 
 
 def _pathfinder(name: str) -> Path | None:
-    from cuda.pathfinder import find_nvidia_header_directory
-
+    pathfinder = importlib.import_module("cuda.pathfinder")
     try:
-        found = find_nvidia_header_directory(name)
+        found = pathfinder.find_nvidia_header_directory(name)
     except RuntimeError:  # a name that this release of cuda-pathfinder does not know
         return None
     return Path(found) if found else None
@@ -142,8 +142,9 @@ def _beside(library: Path | None) -> list[Path]:
     """Header folders of the toolkit that a libnvrtc belongs to: its own tree, or the sibling wheel's."""
     if library is None:
         return []
-    root = library.resolve().parent.parent
-    return [root / "include", root.parent / "cuda_runtime" / "include"]
+    # An installer may link the library to its own store: both ends of the link are looked at.
+    roots = dict.fromkeys(path.parent.parent for path in (library, library.resolve()))
+    return [folder for root in roots for folder in (root / "include", root.parent / "cuda_runtime" / "include")]
 
 
 def _choose(candidates: Iterable[Path], nvrtc: Version) -> tuple[Path | None, Version | None]:
