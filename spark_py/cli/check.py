@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -123,36 +124,21 @@ def _rows(module: ModuleSource, arch: str) -> Iterator[CheckRow]:
 
 
 def _row(module: ModuleSource, function: str, signature: Signature, compiled: CompiledModule) -> CheckRow:
-    arch = compiled.arch
     spec = find(module.name, function)
-    log = ""
-    ok = True
-    if spec is not None:
-        if not runs_on(spec.min_arch, parse_arch(arch).capability):
-            log = f"needs {spec.min_arch}"
-        difference = compare(signature, kernel_spec_signature(spec))
-        if difference is not None:
-            ok = False
-            log = f"{module.path}: parameter list differs from the catalogue's: {difference}"
+    difference = None if spec is None else compare(signature, kernel_spec_signature(spec))
     resources = compiled.resources.get(function)
     return CheckRow(
         module.name,
         function,
         str(module.path),
-        arch,
-        ok,
+        compiled.arch,
+        difference is None,
         tuple(f"{param.ctype or param.kind.value} {param.name}" for param in signature.params),
-        *(
-            (None,) * 4
-            if resources is None
-            else (
-                resources.registers,
-                resources.shared,
-                resources.stack,
-                resources.spill_stores + resources.spill_loads,
-            )
-        ),
-        log=log,
+        None if resources is None else resources.registers,
+        None if resources is None else resources.shared,
+        None if resources is None else resources.stack,
+        None if resources is None else resources.spill_stores + resources.spill_loads,
+        "" if difference is None else f"{module.path}: parameter list differs from the catalogue's: {difference}",
     )
 
 
@@ -161,24 +147,30 @@ def _print(rows: Sequence[CheckRow]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    table = Table("kernel", "arch", "result")
+    # A pipe has no width of its own; names in it should stay whole.
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table()
+    table.add_column("kernel", overflow="fold")
+    for heading in ("catalogue", "arch", "result"):
+        table.add_column(heading)
     for heading in ("registers", "shared", "stack", "spills"):
         table.add_column(heading, justify="right")
     for row in rows:
         numbers = [row.registers, row.shared, row.stack, row.spill_bytes]
         state = "FAIL" if not row.ok else "skip" if row.log and row.registers is None else "ok"
         name = f"{row.module}::{row.function}" if row.module else row.file
-        table.add_row(Text(name), row.arch, state, *("-" if number is None else str(number) for number in numbers))
+        listed = "listed" if find(row.module, row.function) else "-"
+        figures = ("-" if number is None else str(number) for number in numbers)
+        table.add_row(Text(name), listed, row.arch, state, *figures)
     console.print(table)
     notes: dict[tuple[str, bool], list[CheckRow]] = {}
     for row in rows:
         if row.log:
-            notes.setdefault((row.log, row.ok), []).append(row)
-    for (log, ok), which in notes.items():
-        names = ", ".join(dict.fromkeys(f"{row.module}::{row.function} {row.arch}" for row in which if row.module))
-        lead = "note" if ok else "FAIL"
-        console.print(Text(f"{lead}: {names + ': ' if names else ''}{log}"), soft_wrap=True)
+            notes.setdefault((row.log.replace(row.arch, "ARCH"), row.ok), []).append(row)
+    for (_, ok), which in notes.items():  # what differs in the architecture only is said once
+        names = list(dict.fromkeys(f"{row.module}::{row.function}" for row in which if row.module))
+        where = ", ".join([*names, *dict.fromkeys(row.arch for row in which)])
+        console.print(Text(f"{'note' if ok else 'FAIL'}: {where}: {which[0].log}"), soft_wrap=True)
     bad = sum(not row.ok for row in rows)
     console.print(f"{len(rows)} checks, {bad} failed")
 

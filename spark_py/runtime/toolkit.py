@@ -28,20 +28,21 @@ Version = tuple[int, int]
 _CUPY_NAMES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 _VERSION_FILES = (("cuda.h", "CUDA_VERSION"), ("cuda_runtime_api.h", "CUDART_VERSION"))
 
+# The types are those of CCCL's cuda/std/cstdint, which declares the same names.
 _STDINT = "".join(
     f"typedef {sign} {word} {prefix}int{bits}_t;\n"
-    for bits, word in ((8, "char"), (16, "short"), (32, "int"), (64, "long"))
+    for bits, word in ((8, "char"), (16, "short"), (32, "int"), (64, "long long"))
     for sign, prefix in (("signed", ""), ("unsigned", "u"))
 )
-_STDINT += "typedef long intptr_t;\ntypedef unsigned long uintptr_t;\n"
+_STDINT += "typedef int64_t intptr_t;\ntypedef uint64_t uintptr_t;\n"
 _STDINT += "".join(
     f"#ifndef {name}\n#define {name} {value}\n#endif\n"
     for name, value in (
         ("INT32_MAX", "2147483647"),
         ("INT32_MIN", "(-2147483647 - 1)"),
         ("UINT32_MAX", "4294967295U"),
-        ("INT64_MAX", "9223372036854775807L"),
-        ("UINT64_MAX", "18446744073709551615UL"),
+        ("INT64_MAX", "9223372036854775807LL"),
+        ("UINT64_MAX", "18446744073709551615ULL"),
     )
 )
 _MATH = "".join(
