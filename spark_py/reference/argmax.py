@@ -21,7 +21,7 @@ def argmax_rows(logits: Bf16Array) -> U32Array:
     lowest = values[np.arange(len(values)), winners]
     for row in np.flatnonzero(missing.any(axis=1) & ~(lowest > -np.inf)):
         winners[row] = np.argmin(missing[row])
-    return winners.astype(np.uint32)
+    return np.asarray(winners, np.uint32)
 
 
 def argmax_logprobs(logits: Bf16Array, winners: U32Array) -> F32Array:
@@ -39,4 +39,4 @@ def argmax_logprobs(logits: Bf16Array, winners: U32Array) -> F32Array:
     infinite = np.isinf(top[:, 0])
     certain = (top[:, 0] > 0) & (total == 1.0)
     result[infinite] = np.where(certain[infinite], 0.0, np.nan)
-    return result.astype(np.float32)
+    return np.asarray(result, np.float32)
