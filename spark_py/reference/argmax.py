@@ -30,9 +30,9 @@ def argmax_logprobs(logits: Bf16Array, winners: U32Array) -> F32Array:
     NaN where it is undefined (a NaN in the row, two or more +Inf, nothing above -Inf); 0 for a single +Inf, the limit.
     The sum is FP64, rounded once.
     """
-    values = to_f32(logits).astype(np.float64)
-    top = values[np.arange(len(values)), winners.astype(np.intp)][:, None]
     with np.errstate(all="ignore"):
+        values = to_f32(logits).astype(np.float64)
+        top = values[np.arange(len(values)), winners.astype(np.intp)][:, None]
         # exp(0) for every entry equal to the maximum, so that Inf - Inf does not arise.
         total = np.where(values == top, 1.0, np.exp(values - top)).sum(axis=1)
         result = 0.0 - np.log(total)

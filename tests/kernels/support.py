@@ -39,7 +39,7 @@ def checks(name: str) -> Callable[[Check], Check]:
 
 
 def upload(gpu: GpuBackend, array: Array, shift: int = 0) -> DevicePtr:
-    """A copy of `array` on the device, `shift` bytes after a 256-byte boundary. Nothing follows it in its allocation."""
+    """A copy of `array` on the device, `shift` bytes after a 256-byte boundary, where its allocation ends too."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     ptr = gpu.alloc(data.nbytes + shift).offset(shift)
     gpu.copy_h2d(data, ptr)
