@@ -70,6 +70,10 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
+def _extra_of(nvrtc: tuple[int, int]) -> str:
+    return INSTALL["cuda13" if nvrtc[0] >= 13 else "cuda12"]
+
+
 def suggested_extra(driver: str) -> str:
     """cuda13 where the driver is known to be new enough for it, else cuda12."""
     return "cuda13" if driver and int(driver.partition(".")[0]) >= _FIRST_CUDA13_DRIVER else "cuda12"
@@ -107,7 +111,7 @@ def _cupy() -> Iterator[Finding]:
     if len(found) == 1:
         yield Finding("cupy", "ok", value, needed)
         return
-    cure = f"pip uninstall {' '.join(found)}; then {INSTALL[suggested_extra(kernel_driver())]}"
+    cure = f"pip uninstall -y {' '.join(found)}; then {INSTALL[suggested_extra(kernel_driver())]}"
     yield Finding("cupy", "error", f"{value}: they overwrite each other's files", needed, cure)
 
 
@@ -119,14 +123,14 @@ def _toolkit() -> Iterator[Finding]:
         kit = toolkit()
     except ToolkitMismatchError as error:
         yield Finding("nvrtc", "ok", _dotted(error.nvrtc), needed)
-        yield Finding("cuda headers", "missing", str(error), needed, INSTALL[f"cuda{error.nvrtc[0]}"])
+        yield Finding("cuda headers", "missing", str(error), needed, _extra_of(error.nvrtc))
     except BackendUnavailableError as error:
         found = distributions(CUPY)
         cure = "" if len(found) > 1 else INSTALL[suggested_extra(kernel_driver())]
         yield Finding("nvrtc", "missing", str(error) if found else "", needed, cure)
         yield Finding("cuda headers", "missing", "", needed, cure)
     else:
-        cure = INSTALL.get(f"cuda{kit.nvrtc[0]}", INSTALL["cuda12"])
+        cure = _extra_of(kit.nvrtc)
         where = f" in {kit.library.parent}" if kit.library else ""
         archs = " ".join(f"sm_{number}" for number in kit.archs)
         yield Finding("nvrtc", "ok", f"{_dotted(kit.nvrtc)}{where}, compiles for {archs}", needed)
@@ -196,7 +200,7 @@ def _cache() -> Iterator[Finding]:
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order in which one depends on another. A fault of one does not hide the rest."""
+    """All findings, in the order in which one depends on another."""
     parts = (_base, _cpu_backend, _cupy, _toolkit, _cutlass, _device, _cache)
     return [finding for part in parts for finding in part()]
 

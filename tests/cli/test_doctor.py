@@ -82,7 +82,7 @@ def test_two_cupys_are_an_error(tmp_path: Path) -> None:
     assert row["status"] == "error"
     assert "cupy-cuda12x 14.0.0" in row["value"]
     assert "cupy-cuda13x 14.0.1" in row["value"]
-    assert row["cure"].startswith("pip uninstall cupy-cuda12x cupy-cuda13x")
+    assert row["cure"].startswith("pip uninstall -y cupy-cuda12x cupy-cuda13x")
 
 
 def test_a_broken_cpu_backend_is_an_error(tmp_path: Path) -> None:
