@@ -70,7 +70,7 @@ def run_kernel(
             gpu.free(ptr)
 
 
-@click.command("demo")
+@click.command("demo", short_help="Run a kernel and compare it with its formula.")
 @click.option("--backend", type=click.Choice(["auto", "cuda", "host"]), default="auto", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 def demo_command(backend: Literal["auto", "cuda", "host"], seed: int) -> None:

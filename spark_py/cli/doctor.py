@@ -205,7 +205,7 @@ def examine() -> list[Finding]:
     return [finding for part in parts for finding in part()]
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Say what this machine has and lacks.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def doctor_command(as_json: bool) -> None:
     """Say what this machine has and lacks, what each thing is needed for, and how to get it.

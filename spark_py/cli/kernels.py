@@ -56,7 +56,7 @@ def _text(row: Mapping[str, Any], whole: bool) -> str:
     return "\n".join(lines)
 
 
-@click.command("kernels")
+@click.command("kernels", short_help="List the kernels of the catalogue.")
 @click.argument("pattern", default="*")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout.")
 def kernels_command(pattern: str, as_json: bool) -> None:

@@ -74,7 +74,7 @@ def _log_to_stderr(ctx: click.Context, level: int) -> None:
 @click.option("--debug", is_flag=True, help="Show a traceback when an error ends the command.")
 @click.pass_context
 def cli(ctx: click.Context, verbose: int, debug: bool) -> None:
-    """GPU runtime, kernels and draft proposers of the Atlas engine, in Python."""
+    """The GPU runtime and kernels of the Atlas engine, in Python."""
     _log_to_stderr(ctx, (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 
 
