@@ -217,7 +217,7 @@ def _compile(job: _Job) -> CompiledModule:
 
 
 def _signatures(job: _Job, ptx: str) -> dict[str, Signature]:
-    texts = parse_source(job.text)
+    texts = parse_source("\n".join(job.scan.texts))
     return {
         name: reconcile(texts[name], signature) if name in texts else signature
         for name, signature in parse_ptx(ptx, job.source.path).items()

@@ -206,7 +206,7 @@ def _spelling(words: list[str], aliases: Mapping[str, str]) -> str:
     """A type's words in one canonical order, aliases of the file followed."""
     name = " ".join(words)
     for _ in range(len(aliases)):
-        if name in _SHORT or name not in aliases:
+        if name in _SHORT or not aliases.get(name):
             break
         words = [word for word in aliases[name].split() if word != "const"]
         name = " ".join(words)

@@ -20,7 +20,7 @@ _LEXEME = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|[A-Za-z_]\w*|::|\d[\w.\']*|[^\s\w]')
+_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|[A-Za-z_]\w*|::|\d[\w.\']*|[^\s\w]')
 _ALIAS_TYPEDEF = re.compile(r"\btypedef\s+((?:\w+\s+)*\w+)\s+(\w+)\s*;")
 _ALIAS_USING = re.compile(r"\busing\s+(\w+)\s*=\s*((?:\w+\s+)*\w+)\s*;")
 _ALIAS_DEFINE = re.compile(
@@ -117,8 +117,24 @@ def _split_params(tokens: list[str]) -> tuple[tuple[str, ...], ...] | None:
     return None if () in params else tuple(params)
 
 
-def _read_header(tokens: list[str]) -> KernelText | None:
-    """The kernel that the tokens before a body declare; None where they are not the plain form."""
+def _read_header(found: SourceText, tokens: list[str]) -> None:
+    """Add the kernel that the tokens before a body declare, or its name to the ambiguous ones."""
+    # What stands before the declaration, say a macro call without a semicolon, is none of it.
+    first = next(index for index, token in enumerate(tokens) if token in ("extern", "__global__"))
+    groups = _parentheses(tokens[first:])
+    if len(groups) == 1 and "void" in tokens:
+        name, inner = groups[0]
+        params = None if DIRECTIVE in inner else _split_params(inner)
+        known = found.kernels.get(name)
+        if params is not None and (known is None or known.params == params):
+            found.kernels[name] = KernelText(name, params)
+            return
+    # Made by a macro, or two branches of a condition: which one was compiled, only the PTX tells.
+    found.ambiguous.update(name for name, _ in groups)
+
+
+def _parentheses(tokens: list[str]) -> list[tuple[str, list[str]]]:
+    """Each word with a parenthesis after it that is no annotation, and what the parenthesis holds."""
     groups: list[tuple[str, list[str]]] = []
     index = 0
     while index < len(tokens):
@@ -135,22 +151,7 @@ def _read_header(tokens: list[str]) -> KernelText | None:
         before = tokens[start - 1] if start else ""
         if before not in _ANNOTATIONS:
             groups.append((before, tokens[start + 1 : index - 1]))
-    if len(groups) != 1 or "void" not in tokens or not re.fullmatch(r"[A-Za-z_]\w*", groups[0][0]):
-        return None
-    name, inner = groups[0]
-    if DIRECTIVE in inner:
-        return KernelText(name, ((DIRECTIVE,),))
-    params = _split_params(inner)
-    return None if params is None else KernelText(name, params)
-
-
-def _add(found: SourceText, kernel: KernelText) -> None:
-    known = found.kernels.get(kernel.function)
-    if (DIRECTIVE,) in kernel.params or (known is not None and known.params != kernel.params):
-        # Two branches of a condition: which one was compiled, only the PTX tells.
-        found.ambiguous.add(kernel.function)
-        return
-    found.kernels[kernel.function] = kernel
+    return groups
 
 
 def read_source(text: str) -> SourceText:
@@ -160,7 +161,9 @@ def read_source(text: str) -> SourceText:
     for pattern, name_first in ((_ALIAS_TYPEDEF, False), (_ALIAS_USING, True), (_ALIAS_DEFINE, True)):
         for first, second in pattern.findall(plain):
             name, target = (first, second) if name_first else (second, first)
-            found.aliases[name] = " ".join(target.split())
+            # An alias with two meanings (branches of a condition) has none here: "" is no type.
+            target = " ".join(target.split())
+            found.aliases[name] = target if found.aliases.get(name, target) == target else ""
     tokens = _TOKEN.findall(_without_directives(plain))
 
     linkage: list[bool] = []  # one entry an open extern or namespace block: is it "C"?
@@ -185,9 +188,7 @@ def read_source(text: str) -> SourceText:
             else:
                 own_c = any(words[at : at + 2] == ["extern", '"C"'] for at in range(len(words)))
                 if "__global__" in words and (own_c or outer_c) and "template" not in words:
-                    kernel = _read_header(declaration)
-                    if kernel is not None:
-                        _add(found, kernel)
+                    _read_header(found, declaration)
                 depth = 1
                 while index < len(tokens) and depth:
                     depth += tokens[index] == "{"
