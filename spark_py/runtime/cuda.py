@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,7 +35,8 @@ from .errors import (
 from .gpu import DeviceLimits, FunctionAttributes
 from .manifest import KernelSet
 from .modules import compile_module, function_not_found
-from .signature import Kind, Signature
+from .plan import Layout
+from .signature import Signature
 from .staging import StagingPool
 from .toolkit import check_one_cupy
 
@@ -44,14 +44,22 @@ __all__ = ["CudaBackend", "CudaDevice", "module_load_count", "probe"]
 
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600
+_ATTACH_GLOBAL = 1
 _HOST_ALLOC_FLAGS = 3  # portable and mapped
 _SHARED_MAX_DYNAMIC = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_SLOT = {Kind.F32: "fxxxx", Kind.F64: "d", Kind.PTR: "Q", Kind.W64: "Q", Kind.U64: "Q", Kind.I64: "q"}
-_SLOT |= {Kind.U32: "Ixxxx", Kind.W32: "Ixxxx", Kind.I32: "ixxxx"}
-_SLOT |= {Kind.U16: "H6x", Kind.W16: "H6x", Kind.I16: "h6x", Kind.U8: "B7x", Kind.W8: "B7x", Kind.I8: "b7x"}
+
+
+class _Image:
+    """A loaded module; CuPy's own class takes no weak references."""
+
+    __slots__ = ("__weakref__", "module")
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
 
 # Modules by (device, digest of the image): one load however many backends use it; gone with its last user.
-_modules: weakref.WeakValueDictionary[tuple[int, bytes], Any] = weakref.WeakValueDictionary()
+_modules: weakref.WeakValueDictionary[tuple[int, bytes], _Image] = weakref.WeakValueDictionary()
 _modules_lock = threading.Lock()
 _module_loads: dict[int, int] = {}
 
@@ -122,7 +130,7 @@ class CudaDevice(RawDevice):
         self._cache = CubinCache()
         self._driver_version = int(self._runtime.driverGetVersion())
         self._compiled: dict[str, CompiledModule] = {}
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, _Image] = {}
         self._load_lock = threading.Lock()
         self.activate()
         self._major, self._minor = self._attribute("ComputeCapabilityMajor"), self._attribute("ComputeCapabilityMinor")
@@ -190,7 +198,7 @@ class CudaDevice(RawDevice):
         return self._allocate("cudaMalloc", self._runtime.malloc, nbytes)
 
     def alloc_managed(self, nbytes: int) -> int:
-        return self._allocate("cudaMallocManaged", self._runtime.mallocManaged, nbytes, self._runtime.memAttachGlobal)
+        return self._allocate("cudaMallocManaged", self._runtime.mallocManaged, nbytes, _ATTACH_GLOBAL)
 
     def free(self, address: int) -> None:
         self._call("cudaFree", self._runtime.free, address)
@@ -297,26 +305,26 @@ class CudaDevice(RawDevice):
         if function not in compiled.signatures:
             raise function_not_found(source, function, sorted(compiled.signatures))
         signature = compiled.signatures[function]
-        raw = self._call(f"cuModuleGetFunction {module}::{function}", image.get_function, function)
+        raw = self._call(f"cuModuleGetFunction {module}::{function}", image.module.get_function, function)
         attributes = self._function_attributes(raw.ptr)
         nullable = self._nullable(module, signature)
         dynamic = attributes.shared_dynamic_max
         return LoadedKernel(module, function, signature, raw, attributes, dynamic, nullable)
 
-    def _load_image(self, path: Path, compiled: CompiledModule) -> Any:
+    def _load_image(self, path: Path, compiled: CompiledModule) -> _Image:
         key = (self.ordinal, hashlib.sha256(compiled.image).digest())
         with _modules_lock:
-            module = _modules.get(key)
-            if module is not None:
-                return module
+            image = _modules.get(key)
+            if image is not None:
+                return image
             module = self._api.cupy.cuda.function.Module()
             try:
                 module.load(compiled.image)
             except self._api.errors as error:
                 raise ImageError(path, compiled.arch, f"the driver refused the {compiled.kind}: {error}") from None
             _module_loads[self.ordinal] = module_load_count(self.ordinal) + 1
-            _modules[key] = module
-            return module
+            image = _modules[key] = _Image(module)
+            return image
 
     def _nullable(self, module: str, signature: Signature) -> tuple[bool, ...]:
         """Which pointers may be NULL: as the catalogue says, and any where it does not know the kernel."""
@@ -342,26 +350,27 @@ class CudaDevice(RawDevice):
 
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
         """A closure that packs one launch's values and queues it; its argument buffer is reused under a lock."""
-        layout, starts = _layout(kernel.signature)
-        buffer = bytearray(max(layout.size, 8))
-        base = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
-        pointers = (ctypes.c_void_p * max(len(starts), 1))(*(base + start for start in starts))
-        table = ctypes.addressof(pointers)
-        lock = threading.Lock()
-        pack, function, bound = layout.pack_into, kernel.raw.ptr, self._bound
-        geometry = (*grid, *block, shared)
+        layout = Layout(kernel.signature)
+        pointers, scalars = bytearray(max(layout.pointers.size, 8)), bytearray(max(layout.scalars.size, 8))
+        bases = {is_pointer: _address(buffer) for is_pointer, buffer in ((True, pointers), (False, scalars))}
+        places = [bases[is_pointer] + start for is_pointer, start in layout.starts]
+        table = (ctypes.c_void_p * max(len(places), 1))(*places)
+        tail = (ctypes.addressof(table),) if cooperative else (ctypes.addressof(table), 0)
+        pack_pointers, pack_scalars = layout.pointers.pack_into, layout.scalars.pack_into
+        function, geometry = kernel.raw.ptr, (*grid, *block, shared)
         call = self._driver.launchCooperativeKernel if cooperative else self._driver.launchKernel
-        tail = (table,) if cooperative else (table, 0)
+        lock, bound = threading.Lock(), self._bound
         # The module and the argument table live as long as the closure.
-        keep = (kernel.raw, pointers, buffer)
+        keep = (kernel.raw, table, pointers, scalars)
 
-        def launch(stream: int, values: Sequence[Any], _keep: object = keep) -> None:
+        def launch(stream: int, addresses: Sequence[int], values: Sequence[Any], _keep: object = keep) -> None:
             if self._several or not getattr(bound, "done", False):
                 self.activate()
             if self._lost is not None:
                 raise self._lost
             with lock:
-                pack(buffer, 0, *values)
+                pack_pointers(pointers, 0, *addresses)
+                pack_scalars(scalars, 0, *values)
                 try:
                     call(function, *geometry, stream, *tail)
                 except self._api.errors as error:
@@ -389,6 +398,9 @@ class CudaDevice(RawDevice):
             return int(self._call("cudaGraphInstantiate", self._runtime.graphInstantiate, graph))
         finally:
             self._call("cudaGraphDestroy", self._runtime.graphDestroy, graph)
+
+    def is_capturing(self, stream: int) -> bool:
+        return bool(self._call("cudaStreamIsCapturing", self._runtime.streamIsCapturing, stream))
 
     def abort_capture(self, stream: int) -> None:
         try:
@@ -436,7 +448,10 @@ class CudaDevice(RawDevice):
     def foreign_range(self, array: Any) -> tuple[int, int]:
         cupy = self._api.cupy
         if hasattr(array, "__dlpack__"):
-            view = cupy.from_dlpack(array)
+            try:
+                view = cupy.from_dlpack(array)
+            except TypeError as error:  # FP8, for one
+                raise InvalidArgumentError("array", type(array).__name__, f"{error}; view it as uint8") from None
         elif hasattr(array, "__cuda_array_interface__"):
             view = cupy.asarray(array)
         else:
@@ -475,15 +490,8 @@ _ATTRIBUTES = {
 }
 
 
-def _layout(signature: Signature) -> tuple[struct.Struct, list[int]]:
-    """How a launch's values are packed, an 8-byte slot a scalar and as many as needed for bytes; where each starts."""
-    text, starts, at = "<", [], 0
-    for param in signature.params:
-        starts.append(at)
-        size = -(-param.size // 8) * 8 if param.kind is Kind.BYTES else 8
-        text += f"{param.size}s{size - param.size}x" if param.kind is Kind.BYTES else _SLOT[param.kind]
-        at += size
-    return struct.Struct(text), starts
+def _address(buffer: bytearray) -> int:
+    return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
 
 
 class CudaBackend(CheckedBackend):

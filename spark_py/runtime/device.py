@@ -17,8 +17,10 @@ from .gpu import DeviceLimits, FunctionAttributes
 from .signature import Signature
 
 Dim3 = tuple[int, int, int]
-Launcher = Callable[[int, Sequence[Any]], None]
-"""(stream, one packed value a parameter) -> None; queues the launch of one plan."""
+Launcher = Callable[[int, Sequence[int], Sequence[Any]], None]
+"""(stream, addresses, scalars) -> None; queues the launch of one plan. The addresses are those of the pointer
+parameters, the scalars are the rest, each in parameter order. struct.error or OverflowError where a number does not
+fit its parameter; nothing is queued then."""
 
 
 @dataclass(slots=True)
@@ -131,6 +133,8 @@ class RawDevice(ABC):
     def begin_capture(self, stream: int) -> None: ...
     @abstractmethod
     def end_capture(self, stream: int) -> int: ...
+    @abstractmethod
+    def is_capturing(self, stream: int) -> bool: ...
     @abstractmethod
     def abort_capture(self, stream: int) -> None: ...
     @abstractmethod

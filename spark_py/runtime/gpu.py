@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .launch import KernelArg
-    from .signature import Signature
+    from .signature import Kind, Signature
     from .trace import LaunchTrace
 
 __all__ = [
@@ -418,9 +418,10 @@ class GpuBackend(ABC):
         shared_mem: int,
         stream: StreamLike,
         args: Sequence[KernelArg | DevicePtr | int | float | bytes],
+        kinds: Sequence[Kind] | None = None,
     ) -> None:
-        """Queue a launch. Plain values take the parameter's type; a KernelArg must have it. `shared_mem` in bytes,
-        dynamic. Every mistake raises a LaunchError and nothing runs."""
+        """Queue a launch. Plain values take the parameter's type; a KernelArg, or `kinds` with one type an argument,
+        must have it. `shared_mem` in bytes, dynamic. Every mistake raises a LaunchError and nothing runs."""
 
     @abstractmethod
     def launch_cooperative(
@@ -431,6 +432,7 @@ class GpuBackend(ABC):
         shared_mem: int,
         stream: StreamLike,
         args: Sequence[KernelArg | DevicePtr | int | float | bytes],
+        kinds: Sequence[Kind] | None = None,
     ) -> None:
         """As `launch_typed`, with all blocks resident together; a grid larger than fits raises GeometryError."""
 

@@ -34,6 +34,7 @@ from .errors import (
 from .gpu import DeviceLimits, FunctionAttributes
 from .host_counters import HostCounters
 from .host_kernels import HostKernels
+from .plan import Layout
 
 __all__ = ["HostBackend", "HostDevice"]
 
@@ -244,9 +245,13 @@ class HostDevice(RawDevice):
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
         spec: KernelSpec = kernel.raw
 
-        def launch(stream: int, values: Sequence[Any]) -> None:
-            arguments = tuple(values)
-            self._queue(stream, lambda: self._run(spec, kernel.name, (grid, block, shared), arguments))
+        layout = Layout(kernel.signature)
+
+        def launch(stream: int, pointers: Sequence[int], scalars: Sequence[Any]) -> None:
+            layout.scalars.pack(*scalars)  # raises where a number does not fit, as packing for a GPU would
+            rest, addresses = iter(scalars), iter(pointers)
+            values = tuple(next(addresses if is_pointer else rest) for is_pointer, _ in layout.starts)
+            self._queue(stream, lambda: self._run(spec, kernel.name, (grid, block, shared), values))
 
         return launch
 
@@ -316,6 +321,9 @@ class HostDevice(RawDevice):
         graph = next(_handles)
         self._graphs[graph] = self._stop_recording(stream)
         return graph
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream in self._recording
 
     def abort_capture(self, stream: int) -> None:
         self._stop_recording(stream)

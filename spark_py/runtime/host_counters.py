@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from .checked import CheckedBackend
-from .checked.kernels import Argument
+from .checked.launches import Argument
 from .gpu import DevicePtr, HostPtr, KernelHandle, StreamLike
+from .signature import Kind
 
 Writable = bytearray | memoryview | np.ndarray[Any, Any]
 
@@ -177,9 +178,10 @@ class HostCounters(CheckedBackend):
         shared_mem: int,
         stream: StreamLike,
         args: Sequence[Argument],
+        kinds: Sequence[Kind] | None,
         cooperative: bool,
     ) -> None:
-        super()._launch(func, grid, block, shared_mem, stream, args, cooperative)
+        super()._launch(func, grid, block, shared_mem, stream, args, kinds, cooperative)
         self._launches.append(
             RecordedLaunch(func, tuple(grid), tuple(block), shared_mem, self._stream(stream), cooperative, tuple(args))
         )

@@ -176,7 +176,7 @@ class KernelLaunch:
     again; the arguments stay.
     """
 
-    __slots__ = ("_args", "_block", "_cooperative", "_gpu", "_grid", "_kernel", "_shared")
+    __slots__ = ("_args", "_block", "_cooperative", "_gpu", "_grid", "_kernel", "_kinds", "_shared")
 
     def __init__(self, gpu: GpuBackend, kernel: KernelHandle) -> None:
         self._gpu, self._kernel = gpu, kernel
@@ -185,6 +185,7 @@ class KernelLaunch:
         self._shared = 0
         self._cooperative = False
         self._args: list[Any] = []
+        self._kinds: list[Kind] = []
 
     def grid(self, xyz: Sequence[int]) -> KernelLaunch:
         """Blocks in x, y, z."""
@@ -206,63 +207,85 @@ class KernelLaunch:
         self._cooperative = True
         return self
 
-    def _add(self, kind: Kind, value: Any) -> KernelLaunch:
-        self._args.append(KernelArg(kind, value))
-        return self
-
     def arg_ptr(self, ptr: DevicePtr) -> KernelLaunch:
         """A device pointer."""
-        return self._add(Kind.PTR, ptr)
+        self._args.append(ptr)
+        self._kinds.append(Kind.PTR)
+        return self
 
     def arg_u8(self, value: int) -> KernelLaunch:
         """An unsigned 8-bit integer. (Not in Rust.)"""
-        return self._add(Kind.U8, value)
+        self._args.append(value)
+        self._kinds.append(Kind.U8)
+        return self
 
     def arg_i8(self, value: int) -> KernelLaunch:
         """A signed 8-bit integer. (Not in Rust.)"""
-        return self._add(Kind.I8, value)
+        self._args.append(value)
+        self._kinds.append(Kind.I8)
+        return self
 
     def arg_u16(self, value: int) -> KernelLaunch:
         """An unsigned 16-bit integer. (Not in Rust.)"""
-        return self._add(Kind.U16, value)
+        self._args.append(value)
+        self._kinds.append(Kind.U16)
+        return self
 
     def arg_i16(self, value: int) -> KernelLaunch:
         """A signed 16-bit integer. (Not in Rust.)"""
-        return self._add(Kind.I16, value)
+        self._args.append(value)
+        self._kinds.append(Kind.I16)
+        return self
 
     def arg_u32(self, value: int) -> KernelLaunch:
         """An unsigned 32-bit integer."""
-        return self._add(Kind.U32, value)
+        self._args.append(value)
+        self._kinds.append(Kind.U32)
+        return self
 
     def arg_i32(self, value: int) -> KernelLaunch:
         """A signed 32-bit integer."""
-        return self._add(Kind.I32, value)
+        self._args.append(value)
+        self._kinds.append(Kind.I32)
+        return self
 
     def arg_u64(self, value: int) -> KernelLaunch:
         """An unsigned 64-bit integer."""
-        return self._add(Kind.U64, value)
+        self._args.append(value)
+        self._kinds.append(Kind.U64)
+        return self
 
     def arg_i64(self, value: int) -> KernelLaunch:
         """A signed 64-bit integer. (Not in Rust.)"""
-        return self._add(Kind.I64, value)
+        self._args.append(value)
+        self._kinds.append(Kind.I64)
+        return self
 
     def arg_f32(self, value: float) -> KernelLaunch:
         """A 32-bit float; a Python float is rounded to nearest."""
-        return self._add(Kind.F32, value)
+        self._args.append(value)
+        self._kinds.append(Kind.F32)
+        return self
 
     def arg_f64(self, value: float) -> KernelLaunch:
         """A 64-bit float. (Not in Rust.)"""
-        return self._add(Kind.F64, value)
+        self._args.append(value)
+        self._kinds.append(Kind.F64)
+        return self
 
     def arg_bytes(self, value: bytes) -> KernelLaunch:
         """A struct passed by value. (Not in Rust.)"""
-        return self._add(Kind.BYTES, value)
+        self._args.append(value)
+        self._kinds.append(Kind.BYTES)
+        return self
 
     def arg_tensormap(self, tensor_map: TensorMap) -> KernelLaunch:
         """A TMA descriptor: 128 bytes, passed by value as one parameter."""
-        return self._add(Kind.BYTES, tensor_map.bytes())
+        self._args.append(tensor_map.bytes())
+        self._kinds.append(Kind.BYTES)
+        return self
 
     def launch(self, stream: StreamLike) -> None:
         """Queue the launch."""
         call = self._gpu.launch_cooperative if self._cooperative else self._gpu.launch_typed
-        call(self._kernel, self._grid, self._block, self._shared, stream, self._args)
+        call(self._kernel, self._grid, self._block, self._shared, stream, self._args, tuple(self._kinds))
