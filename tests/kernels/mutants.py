@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Mutants: kernels with one detail changed, which the check of the kernel must notice.
+
+A mutant patches a file of cuda_src, or a reference, or both; the text to find occurs exactly once in its file. Each
+family has its table in `mutants_FAMILY.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+FAMILIES = ("norm", "elementwise", "gemv", "argmax")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A replacement in one file: of cuda_src (`norm.cu`, `rms_norm.cuh`) or of spark_py/reference (`norm.py`)."""
+
+    file: str
+    find: str
+    replace: str
+
+    def apply(self, folder: Path) -> str:
+        """The patched text; AssertionError unless `find` occurs once."""
+        text = (folder / self.file).read_text()
+        assert text.count(self.find) == 1, f"{self.file}: {text.count(self.find)} times: {self.find!r}"
+        assert self.find != self.replace
+        return text.replace(self.find, self.replace)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`check` names the registered check that must fail, "module::function" with an optional "@aspect"."""
+
+    check: str
+    name: str
+    cu: Patch | None = None
+    py: Patch | None = None
+
+    @property
+    def kernel(self) -> tuple[str, str]:
+        """(module, function)."""
+        module, _, function = self.check.partition("@")[0].partition("::")
+        return module, function
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.name}"
+
+
+def all_mutants() -> list[Mutant]:
+    """Every mutant of every family."""
+    return [m for family in FAMILIES for m in importlib.import_module(f"{__package__}.mutants_{family}").MUTANTS]
