@@ -95,6 +95,76 @@ class LeakError(SparkError):
     """Allocations were alive at teardown of a backend opened with `on_leak="raise"`."""
 
 
+# ---------------------------------------------------------------- buffers, scratch and the KV cache
+
+
+class CapacityError(InvalidArgumentError):
+    """A count or length beyond what a buffer arena or a layout was built for. `capacity` is the limit as a number."""
+
+    def __init__(self, name: str, value: int, capacity: int, what: str) -> None:
+        self.capacity = capacity
+        super().__init__(name, value, f"the limit is {capacity}, {what}")
+
+
+class ReleasedError(SparkError):
+    """A buffer arena, scratch lease or KV pool that was used after its release."""
+
+
+class ScratchOverlapError(SparkError):
+    """A scratch region that would run into a region on live lease. Both are (name, offset, nbytes) in bytes."""
+
+    def __init__(self, region: tuple[str, int, int], held: tuple[str, int, int]) -> None:
+        self.region, self.held = region, held
+        wanted, live = (f"{name} [{at}, {at + size})" for name, at, size in (region, held))
+        super().__init__(f"scratch region {wanted} runs into {live}, which is on lease: release that first")
+
+
+class ScratchBoundsError(SparkError):
+    """A scratch region that ends past the scratch buffer. `region` is (name, offset, nbytes), `size` the buffer's."""
+
+    def __init__(self, region: tuple[str, int, int], size: int) -> None:
+        self.region, self.size = region, size
+        name, at, nbytes = region
+        super().__init__(f"scratch region {name} [{at}, {at + nbytes}) does not fit in {size} bytes of scratch")
+
+
+class KvCacheError(SparkError):
+    """Base of what goes wrong between a sequence and the blocks of a KV pool. State is unchanged when it is raised."""
+
+
+class KvCacheExhausted(KvCacheError):  # noqa: N818 - the state of a pool, and the engine's word for it
+    """A pool has fewer free blocks than asked for. `need` and `free` count blocks; nothing was taken."""
+
+    def __init__(self, need: int, free: int) -> None:
+        self.need, self.free = need, free
+        super().__init__(f"KV cache exhausted: {free or 'no'} free blocks, {need} needed")
+
+
+class KvBlockError(KvCacheError):
+    """An operation on a block that does not allow it. `block` is its index."""
+
+    def __init__(self, message: str, block: int) -> None:
+        self.block = block
+        super().__init__(message)
+
+
+class KvBlockRangeError(KvBlockError):
+    """A block index outside the pool. `num_blocks` is the pool's size."""
+
+    def __init__(self, block: int, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        have = f"blocks 0 .. {num_blocks - 1}" if num_blocks else "no blocks, since it was released"
+        super().__init__(f"KV block {block}: the pool has {have}", block)
+
+
+class KvBlockFreeError(KvBlockError):
+    """A reference is added to a block that nobody holds."""
+
+
+class KvDoubleFreeError(KvBlockError):
+    """More references of a block are dropped than are held."""
+
+
 # ---------------------------------------------------------------- handles
 
 
