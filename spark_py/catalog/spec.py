@@ -30,14 +30,22 @@ class Call:
     """One launch as a reference sees it: `grid`, `block`, `shared_mem`, and every parameter as an attribute.
 
     Scalars are Python numbers, pointers are NumPy arrays over device memory of the shape that the parameter declares
-    (None for a NULL that is allowed). Parameters are bound in order, so a shape may use everything before it.
+    (None for a NULL that is allowed). A pointer is bound when it is first asked for, by `bind`, so a shape may use
+    every other parameter; `bind` raises AttributeError for a name that is no pointer of the kernel.
     """
 
-    def __init__(self, grid: Dim3, block: Dim3, shared_mem: int) -> None:
+    def __init__(
+        self, grid: Dim3, block: Dim3, shared_mem: int, bind: Callable[[Call, str], Any] | None = None
+    ) -> None:
         self.grid, self.block, self.shared_mem = grid, block, shared_mem
+        self._bind = bind
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"kernel call has no parameter '{name}'")
+        if self._bind is None or name.startswith("_"):
+            raise AttributeError(f"kernel call has no parameter '{name}'")
+        value = self._bind(self, name)
+        setattr(self, name, value)
+        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ replay. Each allocation has red zones; fresh and freed memory is poisoned with 0
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,44 +34,15 @@ from .errors import (
 from .gpu import DeviceLimits, FunctionAttributes
 from .host_counters import HostCounters
 from .host_kernels import HostKernels
+from .host_memory import Block, array_at, fill, move
 from .plan import Layout
 
 __all__ = ["HostBackend", "HostDevice"]
 
-RED_ZONE = 256
-"""Bytes guarded on each side of an allocation; also its alignment."""
-_RED = 0xFB
 _POISON = 0xFF
 _QUARANTINE_BYTES = 64 << 20
 # Handles are unique in the process, so that another backend's stream or event is told apart from one's own.
 _handles = itertools.count(0x1000, 0x10)
-
-
-class _Block:
-    """One allocation: the array that owns the memory and the slice the user sees."""
-
-    __slots__ = ("base", "body", "owner")
-
-    def __init__(self, nbytes: int, fill: int | None) -> None:
-        self.owner = np.empty(nbytes + 3 * RED_ZONE, np.uint8)
-        start = int(self.owner.__array_interface__["data"][0])
-        self.base = -(-start // RED_ZONE) * RED_ZONE + RED_ZONE
-        at = self.base - start
-        self.body = self.owner[at : at + nbytes]
-        self.owner[at - RED_ZONE : at] = _RED
-        self.owner[at + nbytes : at + nbytes + RED_ZONE] = _RED
-        if fill is not None:
-            self.body[:] = fill
-
-    def damage(self) -> str | None:
-        """Where a red zone was overwritten, if one was."""
-        at = self.base - int(self.owner.__array_interface__["data"][0])
-        end = at + self.body.size
-        before = np.flatnonzero(self.owner[at - RED_ZONE : at] != _RED)
-        if before.size:
-            return f"{RED_ZONE - int(before[-1])} bytes before the start"
-        after = np.flatnonzero(self.owner[end : end + RED_ZONE] != _RED)
-        return f"{int(after[0])} bytes past the end" if after.size else None
 
 
 class HostDevice(RawDevice):
@@ -87,27 +58,33 @@ class HostDevice(RawDevice):
         self.kernels = kernels
         self.max_allocation: int | None = None
         self._poison = _POISON if poison else None
-        self._blocks: dict[int, _Block] = {}
-        self._pinned: dict[int, _Block] = {}
-        self._quarantine: deque[_Block] = deque()
+        self._blocks: dict[int, Block] = {}
+        self._pinned: dict[int, Block] = {}
+        self._quarantine: deque[Block] = deque()
         self._quarantined = 0
-        self._event_times: dict[int, float | None] = {}
+        self._event_times: dict[int, float] = {}
+        # One operation at a time, whichever thread queues it: who waits or frees finds earlier work done.
+        self._running = threading.RLock()
+        self._touched: set[str] = set()
         self._recording: dict[int, list[Callable[[], None]]] = {}
         self._captured_events: dict[int, list[Callable[[], None]]] = {}
         self._graphs: dict[int, list[Callable[[], None]]] = {}
 
     # ------------------------------------------------------------ memory
 
-    def _new_block(self, nbytes: int, fill: int | None) -> _Block:
+    def _new_block(self, nbytes: int, fill: int | None) -> Block:
         if self.max_allocation is not None and nbytes > self.max_allocation:
             free, total = self.memory_info()
             raise OutOfDeviceMemoryError(
                 nbytes, free, total, "host", f"exceeds the injected limit of {self.max_allocation} bytes"
             )
-        try:
-            return _Block(nbytes, fill)
-        except MemoryError:
-            raise OutOfDeviceMemoryError(nbytes, *self.memory_info(), "host") from None
+        # The system may promise more than there is; filling it would end the process.
+        if fill is None or nbytes <= self.memory_info()[1]:
+            try:
+                return Block(nbytes, fill)
+            except (MemoryError, ValueError):
+                pass
+        raise OutOfDeviceMemoryError(nbytes, *self.memory_info(), "host")
 
     def alloc(self, nbytes: int) -> int:
         block = self._new_block(nbytes, self._poison)
@@ -117,18 +94,23 @@ class HostDevice(RawDevice):
     alloc_managed = alloc
 
     def free(self, address: int) -> None:
-        block = self._blocks.pop(address)
-        damage = block.damage()
-        # Poisoned and kept for a while, so that a stale pointer meets NaN instead of somebody's new data.
-        if block.body.size <= _QUARANTINE_BYTES:
-            if self._poison is not None:
-                block.body[:] = self._poison
-            self._quarantine.append(block)
-            self._quarantined += block.body.size
-            while self._quarantined > _QUARANTINE_BYTES:
-                self._quarantined -= self._quarantine.popleft().body.size
+        damage = self._retire(self._blocks.pop(address))
         if damage is not None:
             raise RedZoneError(f"memory was written {damage} of an allocation:", address)
+
+    def _retire(self, block: Block) -> str | None:
+        """Poison a block and keep it for a while, so that a stale pointer meets NaN instead of somebody's new data;
+        gives what its red zones tell."""
+        with self._running:
+            damage = block.damage()
+            if block.body.size <= _QUARANTINE_BYTES:
+                if self._poison is not None:
+                    block.body[:] = self._poison
+                self._quarantine.append(block)
+                self._quarantined += block.body.size
+                while self._quarantined > _QUARANTINE_BYTES:
+                    self._quarantined -= self._quarantine.popleft().body.size
+            return damage
 
     def alloc_host(self, nbytes: int) -> int:
         block = self._new_block(nbytes, 0)
@@ -136,7 +118,7 @@ class HostDevice(RawDevice):
         return block.base
 
     def free_host(self, address: int) -> None:
-        damage = self._pinned.pop(address).damage()
+        damage = self._retire(self._pinned.pop(address))
         if damage is not None:
             raise RedZoneError(f"memory was written {damage} of a pinned allocation at {address:#x}", address)
 
@@ -154,31 +136,32 @@ class HostDevice(RawDevice):
 
     def _queue(self, stream: int, operation: Callable[[], None]) -> None:
         recording = self._recording.get(stream)
-        if recording is None:
-            operation()
-        else:
+        if recording is not None:
             recording.append(operation)
+            return
+        with self._running:
+            operation()
 
     def h2d(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self._queue(stream, lambda: _move(dst, src, nbytes))
+        self._queue(stream, lambda: move(dst, src, nbytes))
 
     h2d_staged = h2d
 
     def d2h(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self._queue(stream, lambda: _move(dst, src, nbytes))
+        self._queue(stream, lambda: move(dst, src, nbytes))
 
     def d2d(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self._queue(stream, lambda: _move(dst, src, nbytes))
+        self._queue(stream, lambda: move(dst, src, nbytes))
 
     def d2d_2d(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
         def rows() -> None:
             for row in range(height):
-                _move(dst + row * dst_pitch, src + row * src_pitch, width)
+                move(dst + row * dst_pitch, src + row * src_pitch, width)
 
         self._queue(stream, rows)
 
     def memset(self, dst: int, value: int, nbytes: int, stream: int) -> None:
-        self._queue(stream, lambda: _fill(dst, value, nbytes))
+        self._queue(stream, lambda: fill(dst, value, nbytes))
 
     def create_stream(self) -> int:
         return next(_handles)
@@ -187,12 +170,11 @@ class HostDevice(RawDevice):
         self._recording.pop(stream, None)
 
     def sync_stream(self, stream: int) -> None:
-        pass
+        with self._running:
+            pass
 
     def create_event(self, timing: bool) -> int:
-        event = next(_handles)
-        self._event_times[event] = None
-        return event
+        return next(_handles)
 
     def destroy_event(self, event: int) -> None:
         self._event_times.pop(event, None)
@@ -212,16 +194,13 @@ class HostDevice(RawDevice):
             self._recording[stream] = recording
 
     def sync_event(self, event: int) -> None:
-        pass
+        self.sync_stream(event)
 
     def query_event(self, event: int) -> bool:
         return True
 
     def elapsed_ms(self, start: int, end: int) -> float:
-        times = self._event_times[start], self._event_times[end]
-        if times[0] is None or times[1] is None:
-            raise InvalidArgumentError("event", start if times[0] is None else end, "was never recorded")
-        return (times[1] - times[0]) * 1e3
+        return (self._event_times[end] - self._event_times[start]) * 1e3
 
     # ------------------------------------------------------------ kernels
 
@@ -232,9 +211,12 @@ class HostDevice(RawDevice):
         return self.kernels.known()
 
     def is_loaded(self, module: str, function: str) -> bool:
-        return True
+        return module in self._touched
 
     def load(self, module: str, function: str) -> LoadedKernel:
+        # A GPU loads modules whole, whether or not the function is there.
+        if self.kernels.has_module(module):
+            self._touched.add(module)
         spec, signature = self.kernels.find(module, function)
         attributes = FunctionAttributes(
             -1, spec.shared_bytes, self.limits.max_shared_default - spec.shared_bytes, 0, 1024
@@ -256,10 +238,18 @@ class HostDevice(RawDevice):
         return launch
 
     def _run(self, spec: KernelSpec, name: str, geometry: tuple[Dim3, Dim3, int], values: tuple[Any, ...]) -> None:
-        call = Call(*geometry)
-        # Scalars first: a pointer's shape may use any of them.
+        pointers: dict[str, tuple[ParamSpec, int]] = {}
+
+        def bind(call: Call, parameter: str) -> np.ndarray[Any, Any] | None:
+            if parameter not in pointers:
+                raise AttributeError(f"{name} has no parameter '{parameter}'")
+            return self._bind(name, call, *pointers[parameter])
+
+        call = Call(*geometry, bind)
         for param, value in zip(spec.params, values, strict=True):
-            if not param.is_pointer:
+            if param.is_pointer:
+                pointers[param.name] = param, value
+            else:
                 setattr(call, param.name, float(np.float32(value)) if param.ctype == "f32" else value)
         try:
             expected = spec.geometry(call)
@@ -272,19 +262,14 @@ class HostDevice(RawDevice):
                 raise GeometryError(
                     name, f"{what} is {got}, the kernel needs {want} (grid {spec.grid_text}, block {spec.block_text})"
                 )
-        for param, value in zip(spec.params, values, strict=True):
-            if param.is_pointer:
-                setattr(call, param.name, self._bind(name, call, param, value))
+        for parameter in pointers:  # every range is known to be right before anything runs
+            getattr(call, parameter)
         spec.run(call)
 
     def _bind(self, name: str, call: Call, param: ParamSpec, address: int) -> np.ndarray[Any, Any] | None:
         """The array that a pointer parameter stands for, once its whole range is known to be right."""
         if address == 0:
             return None
-        if address % param.align:
-            raise ArgumentPointerError(
-                name, f"{address:#x} is no multiple of {param.align} bytes, which the kernel's loads need", param.name
-            )
         assert param.shape is not None
         shape = tuple(int(n) for n in param.shape(call))
         first = address + (int(param.offset(call)) if param.offset else 0) * param.dtype.itemsize
@@ -296,7 +281,7 @@ class HostDevice(RawDevice):
             self.ledger.check_range(first, nbytes, f"kernel would {verb}")
         except PointerError as error:
             raise ArgumentPointerError(name, str(error), param.name) from None
-        array = _array(first, shape, param.dtype)
+        array = array_at(first, shape, param.dtype)
         array.flags.writeable = param.access != "r"
         return array
 
@@ -329,8 +314,9 @@ class HostDevice(RawDevice):
         self._stop_recording(stream)
 
     def launch_graph(self, graph: int, stream: int) -> None:
-        for operation in self._graphs[graph]:
-            operation()
+        with self._running:
+            for operation in self._graphs[graph]:
+                operation()
 
     def destroy_graph(self, graph: int) -> None:
         del self._graphs[graph]
@@ -359,7 +345,7 @@ class HostDevice(RawDevice):
         allocation = self.ledger.find(address)
         block = self._blocks.get(allocation.base) if allocation is not None else None
         if block is None:
-            return _array(address, shape, np.dtype(dtype))
+            return array_at(address, shape, np.dtype(dtype))
         # A slice of the owner keeps the memory alive for as long as the view is.
         at = address - block.base
         nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
@@ -369,7 +355,12 @@ class HostDevice(RawDevice):
         if not hasattr(array, "__array_interface__"):
             if not hasattr(array, "__dlpack__"):
                 raise InvalidArgumentError("array", type(array).__name__, "a NumPy array or a CPU array with DLPack")
-            array = np.from_dlpack(array)
+            try:
+                array = np.from_dlpack(array)
+            except (BufferError, RuntimeError, TypeError) as error:  # BF16, for one
+                raise InvalidArgumentError("array", type(array).__name__, f"{error}; view it as uint8") from None
+        elif array.__array_interface__["data"][1]:
+            raise InvalidArgumentError("array", "read-only", "kernels may write to wrapped memory")
         view = np.asarray(array)
         if not view.flags.c_contiguous:
             raise InvalidArgumentError("array", f"strides {view.strides}", "must be C-contiguous")
@@ -377,21 +368,6 @@ class HostDevice(RawDevice):
 
     def close(self) -> None:
         self._quarantine.clear()
-
-
-def _move(dst: int, src: int, nbytes: int) -> None:
-    ctypes.memmove(dst, src, nbytes)
-
-
-def _fill(dst: int, value: int, nbytes: int) -> None:
-    ctypes.memset(dst, value, nbytes)
-
-
-def _array(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-    array: np.ndarray[Any, Any] = flat.view(dtype).reshape(shape)
-    return array
 
 
 class HostBackend(HostCounters, CheckedBackend):
