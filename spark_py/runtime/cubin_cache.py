@@ -146,7 +146,7 @@ def default_cache() -> CubinCache:
 
 def _default_folder() -> Path:
     named = os.environ.get(_ENVIRONMENT)
-    return Path(named or platformdirs.user_cache_dir("spark_py", appauthor=False)).absolute()
+    return Path(named or platformdirs.user_cache_dir("spark_py", appauthor=False)).expanduser().absolute()
 
 
 def _encode(module: CompiledModule) -> bytes:

@@ -64,12 +64,17 @@ def scan_includes(path: Path, text: str, folders: Sequence[Path]) -> IncludeScan
                 names.add(name)
         for name in sorted(names):
             candidates = dict.fromkeys(base / name for base in [folder, *searched])
-            hits = [candidate for candidate in candidates if candidate.is_file()]
-            if not hits:
+            known = False
+            for candidate in candidates:
+                if candidate not in found:
+                    try:
+                        content = candidate.read_text(encoding="utf-8", errors="surrogateescape")
+                    except (OSError, ValueError):  # not there, or nothing the compiler could read either
+                        continue
+                    found[candidate] = content
+                    pending.append((candidate.parent, content))
+                known = True
+            if not known:
                 unresolved.add(name)
-            for hit in hits:
-                if hit not in found:
-                    found[hit] = hit.read_text(encoding="utf-8", errors="surrogateescape")
-                    pending.append((hit.parent, found[hit]))
     files = tuple(sorted(found))
     return IncludeScan(files, frozenset(unresolved), (text, *(found[file] for file in files)), computed)

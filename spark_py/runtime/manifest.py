@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .arch import parse_arch
-from .errors import InvalidArgumentError, ManifestError, ModuleNotFoundInSetError
+from .errors import ImageError, InvalidArgumentError, ManifestError, ModuleNotFoundInSetError
 from .signature import parse_ptx, parse_source
 
 __all__ = ["KernelSet", "ModuleSource", "kernels_path", "nvrtc_flags"]
@@ -64,8 +64,11 @@ class ModuleSource:
         """The functions that the manifest lists, else those that can be read from the file without compiling it."""
         if self.functions:
             return self.functions
-        text = self.path.read_text(encoding="utf-8", errors="replace")
-        return tuple(parse_ptx(text, self.path) if self.is_ptx else parse_source(text))
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+            return tuple(parse_ptx(text, self.path) if self.is_ptx else parse_source(text))
+        except (OSError, ImageError):
+            return ()  # compiling or loading it says what is wrong
 
 
 def kernels_path() -> Path:

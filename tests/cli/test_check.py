@@ -241,6 +241,10 @@ def test_bad_ptx_is_red(tmp_path: Path) -> None:
     result = run(path)
     assert result.exit_code == 1
     assert "truncated" in result.stdout
+    path.write_text(".version 8.0\n.target sm_80\n.visible .entry k(.param .texref n)\n{ ret; }\n")
+    result = run(path)
+    assert result.exit_code == 1
+    assert "cannot read parameter 0" in result.stdout
 
 
 def test_a_failure_in_one_folder_does_not_hide_the_others(folder: Path, tmp_path: Path) -> None:
