@@ -8,6 +8,7 @@ copy and every pointer argument can be checked.
 from __future__ import annotations
 
 import bisect
+import threading
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +23,7 @@ from .errors import (
 
 Origin = Literal["device", "managed", "pinned", "wrapped"]
 _REMEMBERED_FREES = 4096
+_MOST_RESOLVED = 65536
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +43,7 @@ class Allocation:
 
 
 class AllocationMap:
-    """Live allocations by address. Not locked: the backend holds its own lock around changes.
+    """Live allocations by address. One lookup or change is atomic; who needs several holds the backend's lock.
 
     `resolved` caches addresses known to be alive; every removal empties it, so a cached answer is never stale.
     """
@@ -51,6 +53,7 @@ class AllocationMap:
         self._live: dict[int, Allocation] = {}
         self._freed: OrderedDict[int, Allocation] = OrderedDict()
         self._serial = 0
+        self._lock = threading.RLock()
         self.live_bytes = 0
         self.removals = 0
         self.resolved: dict[int, Allocation] = {}
@@ -60,29 +63,31 @@ class AllocationMap:
 
     def add(self, base: int, size: int, label: str, site: str, origin: Origin) -> Allocation:
         """Record a new allocation."""
-        self._serial += 1
-        allocation = Allocation(base, size, label, site, origin, self._serial)
-        self._live[base] = allocation
-        bisect.insort(self._bases, base)
-        self._freed.pop(base, None)
-        if origin in ("device", "managed"):
-            self.live_bytes += size
-        return allocation
+        with self._lock:
+            self._serial += 1
+            allocation = Allocation(base, size, label, site, origin, self._serial)
+            self._live[base] = allocation
+            bisect.insort(self._bases, base)
+            self._freed.pop(base, None)
+            if origin in ("device", "managed"):
+                self.live_bytes += size
+            return allocation
 
     def remove(self, base: int) -> Allocation:
         """Forget the allocation that starts at `base`; DoubleFreeError or UnknownPointerError where none does."""
-        allocation = self._live.pop(base, None)
-        if allocation is None:
-            raise self._not_a_base(base)
-        self._bases.pop(bisect.bisect_left(self._bases, base))
-        self._freed[base] = allocation
-        while len(self._freed) > _REMEMBERED_FREES:
-            self._freed.popitem(last=False)
-        if allocation.origin in ("device", "managed"):
-            self.live_bytes -= allocation.size
-        self.removals += 1
-        self.resolved = {}
-        return allocation
+        with self._lock:
+            allocation = self._live.pop(base, None)
+            if allocation is None:
+                raise self._not_a_base(base)
+            self._bases.pop(bisect.bisect_left(self._bases, base))
+            self._freed[base] = allocation
+            while len(self._freed) > _REMEMBERED_FREES:
+                self._freed.popitem(last=False)
+            if allocation.origin in ("device", "managed"):
+                self.live_bytes -= allocation.size
+            self.removals += 1
+            self.resolved = {}
+            return allocation
 
     def base_at(self, base: int) -> Allocation:
         """The allocation that starts at `base`, with `remove`'s errors."""
@@ -93,17 +98,27 @@ class AllocationMap:
 
     def find(self, address: int) -> Allocation | None:
         """The live allocation that holds `address`, if any."""
-        index = bisect.bisect_right(self._bases, address) - 1
-        if index < 0:
-            return None
-        allocation = self._live[self._bases[index]]
-        return allocation if address < allocation.base + allocation.size else None
+        with self._lock:
+            index = bisect.bisect_right(self._bases, address) - 1
+            if index < 0:
+                return None
+            allocation = self._live[self._bases[index]]
+            return allocation if address < allocation.base + allocation.size else None
+
+    def overlapping(self, address: int, nbytes: int) -> Allocation | None:
+        """A live allocation that shares bytes with [address, address + nbytes), if any."""
+        with self._lock:
+            index = bisect.bisect_left(self._bases, address)
+            if index < len(self._bases) and self._bases[index] < address + nbytes:
+                return self._live[self._bases[index]]
+            return self.find(address)
 
     def check_range(self, address: int, nbytes: int, what: str) -> Allocation:
         """The allocation that holds all of [address, address + nbytes); `what` begins the error's sentence."""
-        allocation = self.find(address)
-        if allocation is None:
-            raise self._unknown(address, what, nbytes)
+        with self._lock:
+            allocation = self.find(address)
+            if allocation is None:
+                raise self._unknown(address, what, nbytes)
         end = allocation.base + allocation.size
         if address + nbytes > end:
             raise OutOfBoundsError(
@@ -117,14 +132,13 @@ class AllocationMap:
 
     def resolve(self, address: int) -> Allocation | None:
         """As `find`, remembered until something is freed."""
-        allocation = self.resolved.get(address)
-        if allocation is None:
+        with self._lock:
             allocation = self.find(address)
             if allocation is not None:
-                if len(self.resolved) >= 65536:
+                if len(self.resolved) >= _MOST_RESOLVED:
                     self.resolved = {}
                 self.resolved[address] = allocation
-        return allocation
+            return allocation
 
     def is_live(self, allocation: Allocation) -> bool:
         """Whether that very allocation (not a later one at its address) is alive."""

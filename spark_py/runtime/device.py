@@ -35,6 +35,8 @@ class LoadedKernel:
     max_dynamic: int
     nullable: tuple[bool, ...] = field(default=())
     """Per parameter: whether a NULL pointer is allowed."""
+    alignments: tuple[int, ...] = ()
+    """Per parameter: what a pointer must be a multiple of (bytes), 1 where any will do; set by the owner."""
 
     @property
     def name(self) -> str:

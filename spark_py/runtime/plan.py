@@ -74,7 +74,8 @@ class Plan:
     """What is settled once for a (kernel, geometry).
 
     `classes` are the types of plain arguments; a call whose types are exactly these needs only its pointers looked up,
-    and `struct` finds numbers out of range. `run(stream, pointers, scalars)` packs and queues.
+    and `struct` finds numbers out of range; `masks` are the address bits that each pointer must have
+    clear. `run(stream, pointers, scalars)` packs and queues.
     """
 
     __slots__ = (
@@ -85,6 +86,7 @@ class Plan:
         "kernel",
         "kinds",
         "layout",
+        "masks",
         "pick_pointers",
         "pick_scalars",
         "run",
@@ -100,6 +102,7 @@ class Plan:
         self.kinds = tuple(p.kind for p in params)
         self.classes = tuple(_PLAIN[p.kind] for p in params)
         self.layout = Layout(kernel.signature)
+        self.masks = tuple(kernel.alignments[i] - 1 for i in self.layout.pointer_at)
         self.pick_pointers = _picker(self.layout.pointer_at)
         self.pick_scalars = _picker(self.layout.scalar_at)
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from ..errors import DeviceLostError, LeakError, SparkError
 from ..gpu import GpuBackend
 from ..trace import LaunchTrace
 from .core import guarded
-from .kernels import KernelOps
+from .launches import LaunchOps
 
 __all__ = ["CheckedBackend", "effective_free_bytes"]
 
@@ -41,7 +43,7 @@ def _mem_available() -> int | None:
     return None
 
 
-class CheckedBackend(KernelOps, GpuBackend):
+class CheckedBackend(LaunchOps, GpuBackend):
     """The whole interface over a RawDevice."""
 
     @guarded
@@ -69,41 +71,49 @@ class CheckedBackend(KernelOps, GpuBackend):
     def trace(self) -> LaunchTrace:
         return LaunchTrace(weakref.proxy(self))
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._on_leak = "warn"  # what is left is the error's doing, and must not hide it
+        self.close()
+
     def close(self) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed or self._closing:
                 return
-        self._device.activate()
+            self._closing = True
         errors: list[SparkError] = []
-        for capture in {c.origin for c in self._captures.values()}:
-            self.abort_capture_if_active(capture)
-        try:
-            self._drain()
-        except SparkError as error:
-            errors.append(error)
+
+        def attempt(call: Callable[..., object], *args: object) -> None:
+            try:
+                call(*args)
+            except SparkError as error:
+                errors.append(error)
+
+        attempt(self._device.activate)
+        for origin in {c.origin for c in self._captures.values()}:
+            attempt(self.abort_capture_if_active, origin)
+        attempt(self._drain)
         left = [a for a in self._memory.all() if a.origin in ("device", "managed")]
         pinned = self._pinned.all()
         report = self._memory.report(5, 0.0)
-        errors += self._drop_everything()
+        for destroy, handle in self._handles():
+            attempt(destroy, handle)
         for allocation in left:
             self._memory.remove(allocation.base)
-            try:
-                self._release(allocation)
-            except SparkError as error:
-                errors.append(error)
+            attempt(self._release, allocation)
         for allocation in pinned:
             self._pinned.remove(allocation.base)
-            self._device.free_host(allocation.base)
+            attempt(self._device.free_host, allocation.base)
         self._closed = True
         self._wrapped.clear()
         self._kernels.clear()
         self._plans.clear()
-        self._device.close()
+        attempt(self._device.close)
         if left or pinned:
             sites = "; ".join(str(a) for a in (left + pinned)[:5])
             message = f"{len(left)} device and {len(pinned)} pinned allocations were not freed: {sites}\n{report}"
             if self._on_leak == "raise":
-                raise LeakError(message)
+                raise LeakError(message) from (errors[0] if errors else None)
             log.warning("%s", message)
         if errors and isinstance(errors[0], DeviceLostError):
             # The fault itself was raised where it was found; teardown only meets it again.

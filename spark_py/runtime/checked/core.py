@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, SupportsIndex, TypeGuard, TypeVar
 
 from ..allocations import Allocation, AllocationMap
-from ..capture import Capture, Graph
+from ..capture import Capture, Event, Graph
 from ..errors import (
     BackendClosedError,
     ForeignHandleError,
@@ -21,7 +22,7 @@ from ..errors import (
     ReleasedHandleError,
     SparkError,
 )
-from ..gpu import DeviceLimits, GpuBackend, StreamLike
+from ..gpu import DeviceLimits, DevicePtr, GpuBackend, StreamLike
 
 if TYPE_CHECKING:
     from ..audit import KernelAudit
@@ -33,21 +34,39 @@ R = TypeVar("R")
 _backend_ids = itertools.count(1)
 
 
-def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A public operation: refused on a closed backend, and an error in it ends the calling thread's capture."""
+def is_integer(value: object) -> TypeGuard[SupportsIndex]:
+    """Whether `value` counts something: an int or a NumPy integer, and neither a bool nor an address."""
+    return hasattr(value, "__index__") and not isinstance(value, (bool, DevicePtr))
+
+
+def _operation(
+    method: Callable[Concatenate[Any, P], R], stream_of: Callable[[tuple[Any, ...], dict[str, Any]], object]
+) -> Callable[Concatenate[Any, P], R]:
+    name = method.__name__
 
     @functools.wraps(method)
     def wrapper(self: Core, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._closed:
-            raise BackendClosedError(f"{method.__name__} on a backend that was closed")
+            raise BackendClosedError(f"{name} on a backend that was closed")
         self._device.activate()
         try:
             return method(self, *args, **kwargs)
-        except SparkError as error:
-            self._capture_failed(error)
+        except Exception as error:
+            self._capture_failed(error, stream_of(args, kwargs))
             raise
 
     return wrapper
+
+
+def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A public operation: refused on a closed backend, and an error in it ends the calling thread's capture."""
+    return _operation(method, lambda args, kwargs: None)
+
+
+def queued(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """As `guarded`, for work on a stream, the last argument: an error ends that stream's capture too, whichever thread
+    began it, since its graph would lack the work."""
+    return _operation(method, lambda args, kwargs: kwargs.get("stream", args[-1] if args else None))
 
 
 class Core(GpuBackend):
@@ -63,19 +82,24 @@ class Core(GpuBackend):
         self._debug_sync = debug_sync_kernels
         self._id = next(_backend_ids)
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = self._closing = False
         self._memory = AllocationMap()
         self._pinned = AllocationMap()
         self._wrapped: dict[int, object] = {}
         self._kernels: dict[int, LoadedKernel] = {}
         self._graphs: dict[int, Graph] = {}
-        self._events: dict[int, bool] = {}
-        self._foreign_streams: set[int] = set()
+        self._events: dict[int, Event] = {}
+        self._dead_events: set[int] = set()
+        # Streams of other libraries, each with the event behind the last work queued there: the stream itself may be
+        # gone by the time somebody waits.
+        self._foreign_streams: dict[int, int] = {}
         self._captures: dict[int, Capture] = {}
         self._ended_captures: dict[int, Capture] = {}
         self._handle_numbers = itertools.count(1)
         self._trace: LaunchTrace | None = None
-        self._keep_alive: dict[int, list[object]] = {}
+        self._keep_alive: dict[int, dict[int, object]] = {}
+        # No capture begins and no stream dies while a thread waits for a list of streams.
+        self._wait_lock = threading.RLock()
         device.activate()
         device.ledger = self._memory
         self._default_stream = device.create_stream()
@@ -109,15 +133,16 @@ class Core(GpuBackend):
         if stream.__class__ is int and stream in self._streams:
             return stream
         protocol = getattr(stream, "__cuda_stream__", None)
-        if protocol is not None:
-            raw = int(protocol()[1])
-        elif hasattr(stream, "ptr"):
-            raw = int(stream.ptr)
-        else:
+        if protocol is None and not hasattr(stream, "ptr"):
             return self._own_stream(stream)
-        if raw not in self._streams:
+        try:
+            raw = operator.index(getattr(stream, "ptr") if protocol is None else protocol()[1])  # noqa: B009
+        except (TypeError, LookupError):
+            raise InvalidArgumentError("stream", stream, "__cuda_stream__ or .ptr gives no stream handle") from None
+        if raw not in self._streams and raw not in self._foreign_streams:
+            event = self._device.create_event(False)
             with self._lock:
-                self._foreign_streams.add(raw)
+                self._foreign_streams[raw] = event
         return raw
 
     def _own_stream(self, stream: object) -> int:
@@ -136,49 +161,81 @@ class Core(GpuBackend):
         """The capture that the calling thread began and that still records."""
         if not self._captures:
             return None
-        me = threading.get_ident()
+        me = threading.current_thread()
         with self._lock:
-            return next((c for c in self._captures.values() if c.thread == me), None)
+            return next((c for c in self._captures.values() if c.thread is me), None)
 
     def _refuse_in_capture(self, operation: str, way_out: str) -> None:
         if self._captures and self._thread_capture() is not None:
             raise IllegalDuringCaptureError(operation, way_out)
 
-    def _capture_failed(self, error: BaseException) -> None:
-        """An error inside a capture ends it and is kept for end_capture; outside one nothing happens."""
-        capture = self._thread_capture()
-        if capture is None:
+    def _capture_failed(self, error: BaseException, stream: object) -> None:
+        """An error ends the calling thread's capture and that of `stream`, and is kept for end_capture."""
+        if not self._captures:
             return
         with self._lock:
-            capture.error = error
-            for stream in capture.streams:
-                self._captures.pop(stream, None)
-            self._ended_captures[capture.origin] = capture
-        with contextlib.suppress(SparkError):
-            self._device.abort_capture(capture.origin)
+            raw = getattr(stream, "ptr", stream)
+            failed = {self._thread_capture(), self._captures.get(raw) if type(raw) is int else None} - {None}
+        for capture in failed:
+            if capture is not None and self._forget_capture(capture):
+                capture.error = error
+                self._ended_captures[capture.origin] = capture
+                with contextlib.suppress(SparkError):
+                    self._device.abort_capture(capture.origin)
 
-    def _note_capture(self, stream: int, *allocations: Allocation) -> None:
-        """Remember, for staleness checks at replay, what memory a captured operation uses."""
-        if not self._captures:
+    def _forget_capture(self, capture: Capture) -> bool:
+        """Take a capture off the tables; False where another thread was quicker."""
+        with self._lock:
+            active = self._captures.get(capture.origin) is capture
+            for stream in [s for s, c in self._captures.items() if c is capture]:
+                del self._captures[stream]
+            return active
+
+    @property
+    def _watching(self) -> bool:
+        """Whether launches have a follower: a trace, debugging, or streams of other libraries."""
+        return self._trace is not None or self._debug_sync or bool(self._foreign_streams)
+
+    def _queued(self, stream: int, *allocations: Allocation) -> None:
+        """After work was queued: remember what memory a capture uses, and how far another library's stream got."""
+        if stream in self._foreign_streams:
+            if not self._device.is_capturing(stream):
+                self._device.record_event(self._foreign_streams[stream], stream)
             return
         capture = self._captures.get(stream)
         if capture is not None:
             capture.memory.update(allocations)
-            if stream != capture.origin:
-                capture.unjoined.add(stream)
+            capture.work(stream)
 
     def _drain(self) -> None:
-        """Wait for every stream of the backend that does not capture, the ones of other libraries included."""
+        """Wait for everything queued on streams that do not capture, those of other libraries included."""
+        with self._wait_lock:
+            with self._lock:
+                streams = [s for s in self._streams if s not in self._captures]
+                foreign = list(self._foreign_streams.items())
+            for stream in streams:
+                self._wait(stream)
+            for stream, event in foreign:
+                held = self._let_go(stream)
+                self._device.sync_event(event)
+                del held
+            self._device.sync_stream(self._copy_stream)
+
+    def _wait(self, stream: int) -> None:
+        """Wait for a stream, then let go of the host memory of its copies."""
+        held = self._let_go(stream)
+        self._device.sync_stream(stream)
+        del held
+
+    def _let_go(self, stream: int) -> object:
+        """The host memory of copies queued so far. Taken before a wait and dropped after it: a copy that another
+        thread queues meanwhile keeps its memory."""
         with self._lock:
-            streams = [s for s in (*self._streams, *self._foreign_streams) if s not in self._captures]
-        for stream in streams:
-            self._device.sync_stream(stream)
-            self._keep_alive.pop(stream, None)
-        self._device.sync_stream(self._copy_stream)
+            return self._keep_alive.pop(stream, None)
 
     def _size(self, name: str, value: object) -> int:
         """A byte count: a non-negative integer below 2**63."""
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if not is_integer(value):
             raise InvalidArgumentError(name, value, "a non-negative integer number of bytes")
         number = int(value)
         if not 0 <= number < 2**63:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from ... import catalog
 from ..audit import KernelAudit
 from ..callsite import call_site
 from ..device import LoadedKernel, RawDevice
@@ -17,9 +18,20 @@ from ..errors import (
     SparkError,
 )
 from ..gpu import FunctionAttributes, KernelAuditRow, KernelHandle
-from ..signature import Signature
+from ..signature import Kind, Signature
 from .core import guarded
 from .streams import StreamOps
+
+
+def _alignments(kernel: LoadedKernel) -> tuple[int, ...]:
+    """What the pointers must be multiples of: as the catalogue says of the kernel's wide loads, and as the PTX says."""
+    params = kernel.signature.params
+    spec = catalog.find(kernel.module, kernel.function)
+    known = spec.params if spec is not None and len(spec.params) == len(params) else ()
+    widths = [param.align for param in known] or [1] * len(params)
+    return tuple(
+        max(param.align, width, 1) if param.kind is Kind.PTR else 1 for param, width in zip(params, widths, strict=True)
+    )
 
 
 class KernelOps(StreamOps):
@@ -49,7 +61,8 @@ class KernelOps(StreamOps):
         if known is not None:
             self._audit.record(module, func_name, True, call_site())
             return known
-        if self._captures and self._thread_capture() is not None and not self._device.is_loaded(*key):
+        loads = self._device.has_module(module) and not self._device.is_loaded(module, func_name)
+        if loads and self._thread_capture() is not None:
             raise IllegalDuringCaptureError(
                 f"lookup of {module}::{func_name}, which has to be loaded", "look kernels up before begin_capture"
             )
@@ -60,6 +73,7 @@ class KernelOps(StreamOps):
             self._audit.record(module, func_name, False, site)
             raise
         self._audit.record(module, func_name, True, site)
+        loaded.alignments = _alignments(loaded)
         with self._lock:
             if key in self._by_name:
                 return self._by_name[key]

@@ -10,21 +10,23 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..allocations import Allocation
 from ..audit import KernelAudit
 from ..device import Dim3, LoadedKernel, RawDevice
-from ..errors import ArgumentPointerError, BackendClosedError, GeometryError, SparkError
+from ..errors import ArgumentPointerError, BackendClosedError, GeometryError, InvalidArgumentError
 from ..gpu import DevicePtr, KernelHandle, StreamLike
 from ..launch import KernelArg, check_argument, check_arity
 from ..plan import Plan
 from ..signature import Kind
-from .core import guarded
+from .core import guarded, is_integer
 from .kernels import KernelOps
 
 Argument = KernelArg | DevicePtr | int | float | bytes
 PlanKey = tuple[int, tuple[int, ...], tuple[int, ...], int, bool]
+_MOST_PLANS = 4096
 _address = operator.attrgetter("address")
 
 
@@ -71,6 +73,7 @@ class LaunchOps(KernelOps):
             )
         self._device.set_max_dynamic(loaded, size)
         loaded.max_dynamic = size
+        loaded.attributes = replace(loaded.attributes, shared_dynamic_max=size)
         with self._lock:
             for key in [k for k in self._plans if k[0] == kernel.value]:
                 del self._plans[key]
@@ -103,8 +106,8 @@ class LaunchOps(KernelOps):
             except (struct.error, OverflowError):
                 pointers, scalars = self._checked(plan, args, kinds)
                 plan.run(raw, pointers, scalars)
-        except SparkError as error:
-            self._capture_failed(error)
+        except Exception as error:
+            self._capture_failed(error, stream)
             raise
         if self._captures or self._watching:
             self._launched(plan, raw, plan.merge(pointers, scalars), func, args)
@@ -113,9 +116,14 @@ class LaunchOps(KernelOps):
         self, plan: Plan, args: Sequence[Argument], kinds: Sequence[Kind] | None
     ) -> tuple[Sequence[int], Sequence[Any]]:
         """(addresses, scalars) of plain arguments, or of any others by way of `_checked`."""
-        if tuple(map(type, args)) == plan.classes and (kinds is None or kinds == plan.kinds):
+        if (
+            isinstance(args, (list, tuple))
+            and tuple(map(type, args)) == plan.classes
+            and (kinds is None or kinds == plan.kinds)
+        ):
             addresses = tuple(map(_address, plan.pick_pointers(args)))
-            if all(map(self._memory.resolved.__contains__, addresses)):
+            known = self._memory.resolved.__contains__
+            if all(map(known, addresses)) and not any(map(operator.and_, addresses, plan.masks)):
                 return addresses, plan.pick_scalars(args)
         return self._checked(plan, args, kinds)
 
@@ -124,8 +132,12 @@ class LaunchOps(KernelOps):
     ) -> tuple[Sequence[int], Sequence[Any]]:
         """(addresses, scalars), each argument checked by itself; a LaunchError names the first that is wrong."""
         kernel = plan.kernel
+        if not isinstance(args, Sequence):
+            raise InvalidArgumentError("args", args, f"a sequence of arguments for {kernel.name}")
         check_arity(kernel.name, kernel.signature, len(args))
         if kinds is not None:
+            if len(kinds) != len(args):
+                raise InvalidArgumentError("kinds", kinds, f"one for each of the {len(args)} arguments")
             args = [KernelArg(kind, value) for kind, value in zip(kinds, args, strict=True)]  # type: ignore[arg-type]
         values = [self._value(kernel, index, argument) for index, argument in enumerate(args)]
         return plan.pick_pointers(values), plan.pick_scalars(values)
@@ -149,6 +161,11 @@ class LaunchOps(KernelOps):
         with self._lock:
             if self._memory.resolve(ptr.address) is None:
                 raise ArgumentPointerError(kernel.name, self._memory.explain(ptr.address), name)
+        width = kernel.alignments[index]
+        if ptr.address % width:
+            raise ArgumentPointerError(
+                kernel.name, f"{ptr!r} is no multiple of {width} bytes, which the kernel's loads need", name
+            )
 
     def _launched(
         self, plan: Plan, stream: int, values: list[Any], handle: KernelHandle, args: Sequence[Argument]
@@ -175,11 +192,14 @@ class LaunchOps(KernelOps):
         self, func: KernelHandle, grid: Sequence[int], block: Sequence[int], shared: int, cooperative: bool
     ) -> Plan:
         loaded = self._loaded(func)
+        self._device.activate()
         sizes = (self._dim3(loaded, "grid", grid), self._dim3(loaded, "block", block))
         self._check_geometry(loaded, *sizes, shared, cooperative)
         run = self._device.plan(loaded, *sizes, shared, cooperative)
         plan = Plan(loaded, *sizes, shared, cooperative, run)
         with self._lock:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             self._plans[func.value, *sizes, shared, cooperative] = plan
         return plan
 
@@ -188,7 +208,7 @@ class LaunchOps(KernelOps):
             numbers = tuple(xyz)
         except TypeError:
             numbers = ()
-        if len(numbers) != 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") for n in numbers):
+        if len(numbers) != 3 or not all(map(is_integer, numbers)):
             raise GeometryError(kernel.name, f"{what} is {xyz!r}: three integers (x, y, z) are needed")
         return int(numbers[0]), int(numbers[1]), int(numbers[2])
 
@@ -202,7 +222,7 @@ class LaunchOps(KernelOps):
         most_threads = min(limits.max_threads_per_block, kernel.attributes.max_threads_per_block)
         if threads > most_threads:
             raise GeometryError(kernel.name, f"block {block} has {threads} threads, limit is {most_threads}")
-        if isinstance(shared, bool) or not hasattr(shared, "__index__") or shared < 0:
+        if not is_integer(shared) or shared < 0:
             raise GeometryError(kernel.name, f"dynamic shared memory is {shared!r}: a number of bytes is needed")
         if shared > kernel.max_dynamic:
             raise GeometryError(

@@ -20,7 +20,7 @@ from ..errors import (
     UnknownPointerError,
 )
 from ..gpu import Buffer, DevicePtr, HostPtr, StreamLike, exact_int
-from .core import Core, guarded
+from .core import Core, guarded, is_integer, queued
 
 log = logging.getLogger("spark_py.runtime")
 Writable = bytearray | memoryview | np.ndarray[Any, Any]
@@ -35,6 +35,8 @@ def host_bytes(buffer: object, writable: bool) -> np.ndarray[Any, np.dtype[np.ui
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise InvalidArgumentError("host array", f"strides {buffer.strides}", "must be C-contiguous")
+        if buffer.dtype.hasobject:
+            raise InvalidArgumentError("host array", buffer.dtype, "holds Python objects, not bytes")
         if writable and not buffer.flags.writeable:
             raise InvalidArgumentError("host array", "read-only", "must be writable")
         return buffer.reshape(-1).view(np.uint8)
@@ -47,7 +49,7 @@ def host_bytes(buffer: object, writable: bool) -> np.ndarray[Any, np.dtype[np.ui
         raise InvalidArgumentError("host buffer", f"strides {view.strides}", "must be C-contiguous")
     if writable and view.readonly:
         raise InvalidArgumentError("host buffer", type(buffer).__name__, "must be writable")
-    return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else np.empty(0, np.uint8)
+    return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
@@ -212,7 +214,7 @@ class MemoryOps(Core):
                 f"{operation} with pageable host memory",
                 "a graph keeps the host address and uses it at each replay; use memory of alloc_host_pinned",
             )
-        self._note_capture(stream, pinned)
+        self._queued(stream, pinned)
 
     @guarded
     def copy_h2d(self, src: Buffer, dst: DevicePtr) -> None:
@@ -259,7 +261,7 @@ class MemoryOps(Core):
         self._device.sync_stream(self._copy_stream)
         self._record("copy_d2d", src=src, dst=dst, nbytes=size)
 
-    @guarded
+    @queued
     def copy_h2d_async(self, src: Buffer, dst: DevicePtr, stream: StreamLike) -> None:
         raw = self._stream(stream)
         data = host_bytes(src, writable=False)
@@ -272,9 +274,10 @@ class MemoryOps(Core):
         if self._range(dst, data.nbytes, "copy_h2d_async: destination") is None:
             return
         self._device.h2d_staged(dst.address, address_of(data), data.nbytes, raw)
+        self._queued(raw)
         self._record("copy_h2d_async", data, dst=dst)
 
-    @guarded
+    @queued
     def copy_h2d_async_retained(self, src: Buffer, dst: DevicePtr, stream: StreamLike) -> None:
         raw = self._stream(stream)
         data = host_bytes(src, writable=False)
@@ -284,11 +287,11 @@ class MemoryOps(Core):
         host = address_of(data)
         self._pinned_for_graph(host, data.nbytes, raw, "copy_h2d_async_retained")
         self._device.h2d(dst.address, host, data.nbytes, raw)
-        self._note_capture(raw, allocation)
+        self._queued(raw, allocation)
         self._retain(raw, src)
         self._record("copy_h2d_async_retained", data, dst=dst)
 
-    @guarded
+    @queued
     def copy_d2h_async(self, src: DevicePtr, dst: Writable, stream: StreamLike) -> None:
         raw = self._stream(stream)
         data = host_bytes(dst, writable=True)
@@ -298,21 +301,21 @@ class MemoryOps(Core):
         host = address_of(data)
         self._pinned_for_graph(host, data.nbytes, raw, "copy_d2h_async")
         self._device.d2h(host, src.address, data.nbytes, raw)
-        self._note_capture(raw, allocation)
+        self._queued(raw, allocation)
         self._retain(raw, dst)
         self._record("copy_d2h_async", src=src, nbytes=data.nbytes)
 
-    @guarded
+    @queued
     def copy_d2d_async(self, src: DevicePtr, dst: DevicePtr, nbytes: int, stream: StreamLike) -> None:
         raw, size = self._stream(stream), self._size("nbytes", nbytes)
         both = self._both_ranges(src, dst, size, size, "copy_d2d_async")
         if both is None:
             return
         self._device.d2d(dst.address, src.address, size, raw)
-        self._note_capture(raw, *both)
+        self._queued(raw, *both)
         self._record("copy_d2d_async", src=src, dst=dst, nbytes=size)
 
-    @guarded
+    @queued
     def copy_d2d_2d_async(
         self,
         src: DevicePtr,
@@ -336,7 +339,7 @@ class MemoryOps(Core):
         if both is None:
             return
         self._device.d2d_2d(dst.address, pitches["dst_pitch"], src.address, pitches["src_pitch"], width, rows, raw)
-        self._note_capture(raw, *both)
+        self._queued(raw, *both)
         self._record("copy_d2d_2d_async", None, src=src, dst=dst, **pitches, width=width, height=rows)
 
     def _both_ranges(
@@ -361,25 +364,26 @@ class MemoryOps(Core):
         self._device.sync_stream(self._copy_stream)
         self._record("memset", ptr=ptr, value=byte, nbytes=size)
 
-    @guarded
+    @queued
     def memset_async(self, ptr: DevicePtr, value: int, nbytes: int, stream: StreamLike) -> None:
         raw, size, byte = self._stream(stream), self._size("nbytes", nbytes), self._byte(value)
         allocation = self._range(ptr, size, "memset_async")
         if allocation is None:
             return
         self._device.memset(ptr.address, byte, size, raw)
-        self._note_capture(raw, allocation)
+        self._queued(raw, allocation)
         self._record("memset_async", ptr=ptr, value=byte, nbytes=size)
 
     def _byte(self, value: object) -> int:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) <= 255:
+        if not is_integer(value) or not 0 <= int(value) <= 255:
             raise InvalidArgumentError("value", value, "a byte, 0 .. 255")
         return int(value)
 
     def _retain(self, stream: int, buffer: object) -> None:
+        """Hold a copy's host memory until somebody waits for the stream; a buffer used again and again counts once."""
         if stream not in self._captures:
             with self._lock:
-                self._keep_alive.setdefault(stream, []).append(buffer)
+                self._keep_alive.setdefault(stream, {})[id(buffer)] = buffer
 
     def _refuse_capturing(self, stream: int, operation: str) -> None:
         if stream in self._captures:
@@ -390,7 +394,12 @@ class MemoryOps(Core):
     @guarded
     def view(self, ptr: DevicePtr, shape: Sequence[int], dtype: Any) -> Any:
         extents = tuple(self._size("shape", n) for n in shape)
-        kind = np.dtype(dtype)
+        try:
+            kind = np.dtype(dtype)
+        except TypeError as error:
+            raise InvalidArgumentError("dtype", dtype, str(error)) from None
+        if kind.hasobject or kind.itemsize == 0:
+            raise InvalidArgumentError("dtype", dtype, "elements of a fixed number of plain bytes")
         if kind.name.startswith(("float8", "float4", "float6")):
             kind = np.dtype(np.uint8)
         nbytes = int(np.prod(extents, dtype=object)) * kind.itemsize
@@ -406,7 +415,7 @@ class MemoryOps(Core):
         if nbytes == 0:
             return DevicePtr.NULL
         with self._lock:
-            known = self._memory.find(address) or self._memory.find(address + nbytes - 1)
+            known = self._memory.overlapping(address, nbytes)
             if known is not None:
                 raise InvalidArgumentError("array", f"memory at {address:#x}", f"is known already: {known}")
             self._memory.add(address, nbytes, f"wrapped {type(array).__name__}", call_site(), "wrapped")
@@ -416,10 +425,14 @@ class MemoryOps(Core):
     @guarded
     def unwrap(self, ptr: DevicePtr) -> None:
         address = self._address(ptr)
+        if address == 0:
+            return
+        self._refuse_in_capture("unwrap", "unwrap after end_capture")
+        if address in self._wrapped:
+            self._drain()
         with self._lock:
-            if address not in self._wrapped:
+            if self._wrapped.pop(address, None) is None:
                 raise UnknownPointerError(f"unwrap of {ptr!r}, which was not wrapped", address)
-            del self._wrapped[address]
             self._memory.remove(address)
 
     def _record(self, operation: str, payload: np.ndarray[Any, Any] | None = None, **words: DevicePtr | int) -> None:

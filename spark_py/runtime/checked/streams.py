@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from ..capture import Capture, Graph
+from collections.abc import Callable
+
+from ..capture import Capture, Event, Graph
 from ..errors import (
     CaptureStateError,
     ForeignHandleError,
@@ -15,7 +17,7 @@ from ..errors import (
     SparkError,
 )
 from ..gpu import GraphHandle, StreamLike
-from .core import guarded
+from .core import guarded, queued
 from .memory import MemoryOps
 
 _AFTER = "do this after end_capture"
@@ -45,21 +47,23 @@ class StreamOps(MemoryOps):
             raise InvalidArgumentError("stream", hex(raw), "the default stream lives as long as the backend")
         if raw in self._captures:
             raise IllegalDuringCaptureError("destroy_stream", "end or abort the stream's capture first")
-        self._device.sync_stream(raw)
-        with self._lock:
-            self._streams.discard(raw)
-            self._dead_streams.add(raw)
-            self._keep_alive.pop(raw, None)
-        self._device.destroy_stream(raw)
+        self._refuse_in_capture("destroy_stream", _AFTER)
+        with self._wait_lock:
+            with self._lock:
+                if raw not in self._streams:
+                    raise ReleasedHandleError(f"stream {raw:#x} was destroyed")
+                self._streams.discard(raw)
+                self._dead_streams.add(raw)
+                self._ended_captures.pop(raw, None)
+            self._wait(raw)
+            self._device.destroy_stream(raw)
 
     @guarded
     def synchronize(self, stream: StreamLike) -> None:
         raw = self._stream(stream)
         self._refuse_in_capture("synchronize", _AFTER)
         self._refuse_capturing(raw, "synchronize")
-        self._device.sync_stream(raw)
-        with self._lock:
-            self._keep_alive.pop(raw, None)
+        self._wait(raw)
 
     # ------------------------------------------------------------ events
 
@@ -67,77 +71,97 @@ class StreamOps(MemoryOps):
     def create_event(self, timing: bool = False) -> int:
         event = self._device.create_event(bool(timing))
         with self._lock:
-            self._events[event] = bool(timing)
+            self._events[event] = Event(bool(timing))
+            self._dead_events.discard(event)
         return event
 
-    def _event(self, event: int) -> int:
-        if event in self._events:
-            return event
+    def _event(self, event: int) -> Event:
+        if isinstance(event, bool) or not isinstance(event, int):
+            raise InvalidArgumentError("event", event, "an int from create_event")
+        found = self._events.get(event)
+        if found is not None:
+            return found
         if event == 0:
             raise NullHandleError("event is 0: create_event gives one")
-        raise ReleasedHandleError(f"event {event!r} is not an event of this backend, or was destroyed")
+        if event in self._dead_events:
+            raise ReleasedHandleError(f"event {event:#x} was destroyed")
+        raise ForeignHandleError(f"event {event:#x} is not an event of this backend ({self.name}:{self.ordinal})")
 
-    @guarded
+    def _host_event(self, event: int, operation: str) -> Event:
+        """An event that the host may ask about: the driver refuses those whose last record was inside a capture."""
+        found = self._event(event)
+        self._refuse_in_capture(operation, _AFTER)
+        if found.capture is not None:
+            raise CaptureStateError(
+                f"{operation} on event {event:#x}, which was last recorded inside a capture and so marks no point in "
+                "time: record it outside"
+            )
+        return found
+
+    @queued
     def record_event(self, event: int, stream: StreamLike) -> None:
-        self._event(event)
-        raw = self._stream(stream)
+        found, raw = self._event(event), self._stream(stream)
         self._device.record_event(event, raw)
         with self._lock:
-            for capture in set(self._captures.values()):
-                capture.events.pop(event, None)
-            inside = self._captures.get(raw)
-            if inside is not None:
-                inside.events[event] = {raw}
+            if found.capture is not None:
+                found.capture.events.pop(event, None)
+            found.recorded, found.capture = True, self._captures.get(raw)
+            if found.capture is not None:
+                found.capture.record(event, raw)
 
     @guarded
     def stream_wait_event(self, stream: StreamLike, event: int) -> None:
-        raw = self._stream(stream)
-        self._event(event)
+        raw, found = self._stream(stream), self._event(event)
         with self._lock:
-            source = next((c for c in set(self._captures.values()) if event in c.events), None)
-            here = self._captures.get(raw)
+            here, source = self._captures.get(raw), found.capture
+            over = source is not None and self._captures.get(source.origin) is not source
         if here is not None and source is not here:
             raise IllegalDuringCaptureError(
                 "stream_wait_event on an event recorded outside the capture", "wait before begin_capture"
             )
+        if over:
+            raise CaptureStateError(
+                f"stream_wait_event on event {event:#x}, which was last recorded inside a capture that is over: "
+                "record it again"
+            )
         self._device.wait_event(raw, event)
-        if source is None:
-            return
-        with self._lock:
-            if here is None:
-                source.streams.add(raw)
-                source.unjoined.add(raw)
+        if source is not None:
+            with self._lock:
+                source.wait(raw, event)
                 self._captures[raw] = source
-            if raw == source.origin:
-                source.unjoined -= source.events[event]
 
     @guarded
     def event_synchronize(self, event: int) -> None:
-        self._event(event)
-        self._refuse_in_capture("event_synchronize", _AFTER)
+        self._host_event(event, "event_synchronize")
         self._device.sync_event(event)
 
     @guarded
     def event_query(self, event: int) -> bool:
-        self._event(event)
-        self._refuse_in_capture("event_query", _AFTER)
+        self._host_event(event, "event_query")
         return self._device.query_event(event)
 
     @guarded
     def event_elapsed_ms(self, start: int, end: int) -> float:
-        for event in (self._event(start), self._event(end)):
-            if not self._events[event]:
+        for event in (start, end):
+            found = self._host_event(event, "event_elapsed_ms")
+            if not found.timing:
                 raise InvalidArgumentError("event", hex(event), "was created without timing=True")
-        self._refuse_in_capture("event_elapsed_ms", _AFTER)
+            if not found.recorded:
+                raise InvalidArgumentError("event", hex(event), "was never recorded")
+            self._device.sync_event(event)
         return self._device.elapsed_ms(start, end)
 
     @guarded
     def destroy_event(self, event: int) -> None:
         if event == 0:
             return
-        self._event(event)
+        found = self._event(event)
         with self._lock:
-            del self._events[event]
+            if self._events.pop(event, None) is None:
+                raise ReleasedHandleError(f"event {event:#x} was destroyed")
+            self._dead_events.add(event)
+            if found.capture is not None:
+                found.capture.events.pop(event, None)
         self._device.destroy_event(event)
 
     @guarded
@@ -149,14 +173,19 @@ class StreamOps(MemoryOps):
     @guarded
     def begin_capture(self, stream: int) -> None:
         raw = self._own_stream(stream)
-        if raw in self._captures:
-            raise CaptureStateError(f"begin_capture on stream {raw:#x}, which is capturing already")
-        if self._thread_capture() is not None:
-            raise CaptureStateError("begin_capture while this thread captures another stream: end that one first")
-        self._device.begin_capture(raw)
-        with self._lock:
-            self._ended_captures.pop(raw, None)
-            self._captures[raw] = Capture(raw, streams={raw})
+        with self._wait_lock:
+            with self._lock:
+                if raw in self._captures:
+                    raise CaptureStateError(f"begin_capture on stream {raw:#x}, which is capturing already")
+                if self._thread_capture() is not None:
+                    raise CaptureStateError("begin_capture while this thread captures: end that capture first")
+                self._ended_captures.pop(raw, None)
+                capture = self._captures[raw] = Capture(raw)
+            try:
+                self._device.begin_capture(raw)
+            except SparkError:
+                self._forget_capture(capture)
+                raise
 
     @guarded
     def end_capture(self, stream: int) -> GraphHandle:
@@ -170,13 +199,16 @@ class StreamOps(MemoryOps):
             raise CaptureStateError(f"end_capture on stream {raw:#x} without begin_capture")
         if capture.origin != raw:
             raise CaptureStateError(f"end_capture on stream {raw:#x}, which joined the capture of {capture.origin:#x}")
-        with self._lock:
-            for each in capture.streams:
-                self._captures.pop(each, None)
-        if capture.unjoined:
+        if not self._forget_capture(capture):
+            raise CaptureStateError(f"end_capture on stream {raw:#x}, whose capture another thread ended")
+        unjoined = capture.unjoined()
+        if unjoined:
             self._device.abort_capture(raw)
-            left = ", ".join(hex(s) for s in sorted(capture.unjoined))
-            raise CaptureStateError(f"streams {left} joined the capture and the origin does not wait for them")
+            left = ", ".join(map(hex, unjoined))
+            raise CaptureStateError(
+                f"streams {left} joined the capture, and the origin does not wait for all of their work: record an "
+                "event there and let the origin wait for it"
+            )
         graph = Graph(self._device.end_capture(raw), frozenset(capture.memory))
         with self._lock:
             number = next(self._handle_numbers)
@@ -189,11 +221,8 @@ class StreamOps(MemoryOps):
         with self._lock:
             self._ended_captures.pop(raw, None)
             capture = self._captures.get(raw)
-            if capture is None:
-                return
-            for each in capture.streams:
-                self._captures.pop(each, None)
-        self._device.abort_capture(capture.origin)
+        if capture is not None and self._forget_capture(capture):
+            self._device.abort_capture(capture.origin)
 
     @guarded
     def stream_is_capturing(self, stream: int) -> bool:
@@ -228,6 +257,7 @@ class StreamOps(MemoryOps):
                 )
             found.checked_at = removals
         self._device.launch_graph(found.raw, raw)
+        self._queued(raw)
         self._record("launch_graph", graph=graph.value)
 
     @guarded
@@ -237,29 +267,18 @@ class StreamOps(MemoryOps):
         found = self._graph(graph)
         self._drain()
         with self._lock:
-            del self._graphs[graph.value]
+            if self._graphs.pop(graph.value, None) is None:
+                raise ReleasedHandleError(f"graph {graph.value} was destroyed")
         self._device.destroy_graph(found.raw)
 
-    def _drop_everything(self) -> list[SparkError]:
-        """Destroy graphs, events and streams at teardown; what went wrong comes back."""
-        errors: list[SparkError] = []
-        for capture in {c.origin for c in self._captures.values()}:
-            try:
-                self._device.abort_capture(capture)
-            except SparkError as error:
-                errors.append(error)
-        self._captures.clear()
-        for destroy, handles in (
-            (self._device.destroy_graph, [g.raw for g in self._graphs.values()]),
-            (self._device.destroy_event, list(self._events)),
-            (self._device.destroy_stream, [*self._streams, self._copy_stream]),
-        ):
-            for handle in handles:
-                try:
-                    destroy(handle)
-                except SparkError as error:
-                    errors.append(error)
-        self._graphs.clear()
-        self._events.clear()
-        self._streams.clear()
-        return errors
+    def _handles(self) -> list[tuple[Callable[[int], None], int]]:
+        """Graphs, events and streams, each with what destroys it; the tables are empty afterwards."""
+        events = [*self._events, *self._foreign_streams.values()]
+        handles: list[tuple[Callable[[int], None], int]] = [
+            *((self._device.destroy_graph, graph.raw) for graph in self._graphs.values()),
+            *((self._device.destroy_event, event) for event in events),
+            *((self._device.destroy_stream, stream) for stream in (*self._streams, self._copy_stream)),
+        ]
+        for table in (self._graphs, self._events, self._foreign_streams, self._streams):
+            table.clear()
+        return handles
