@@ -16,8 +16,9 @@ _TILE_ELEMENTS = 1 << 17
 def dot_rows(x: Bf16Array, weights: Bf16Array) -> F32Array:
     """x . w of each row w: BF16 [K] and BF16 [N, K] give FP32 [N], before the rounding to BF16. K % 8 == 0.
 
-    Lane l of 64 adds the 8-element chunks l, l + 64, ... in ascending k, product and sum each rounded to FP32; each
-    half of the lanes adds up as the tree 16, 8, 4, 2, 1; then first half + second. A row's bits depend on that row alone.
+    Lane l of 64 adds the 8-element chunks l, l + 64, ... in ascending k, in FP32, where a product of two BF16 is exact
+    unless it underflows; each half of the lanes adds up as the tree 16, 8, 4, 2, 1; then first half + second. A row's
+    bits depend on that row alone.
     """
     count, size = weights.shape
     if size % CHUNK:

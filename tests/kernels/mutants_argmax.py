@@ -65,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_index_mutants("argmax_bf16_batch_lp"),
     Mutant(
         "argmax::argmax_bf16",
-        "row without a finite winner gives NaN's index",
+        "-Inf never wins among the elements beside the chunks",
         cu=Patch(
             "argmax.cu",
             "if (v > before || (v == before && best.index == ARGMAX_NONE)) {",

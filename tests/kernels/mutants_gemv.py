@@ -13,15 +13,6 @@ _STRIPES_PY = "stripes = products[:, : whole * _STRIPE].reshape(height, whole, L
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gemv::dense_gemv_bf16",
-        "multiplication and addition fused",
-        cu=Patch(
-            "dense_gemv.cuh",
-            "sum = sum + spark_low(a) * spark_low(b);",
-            "sum = fmaf(spark_low(a), spark_low(b), sum);",
-        ),
-    ),
-    Mutant(
-        "gemv::dense_gemv_bf16",
         "pair added first",
         cu=Patch(
             "dense_gemv.cuh",

@@ -71,12 +71,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "norm::rms_norm",
-        "second pass reads the word after the end of a whole pair as zero",
+        "rows off a 4-byte address lose every second element",
         cu=Patch(
             "rms_norm.cuh",
             "const unsigned high = whole ? __bfloat16_as_ushort(row[2u * pair + 1u]) : 0u;",
             "const unsigned high = 0u;",
         ),
+    ),
+    Mutant(
+        "norm::rms_norm@far",
+        "32-bit row offset",
+        cu=Patch("rms_norm.cuh", "static_cast<size_t>(blockIdx.x) * size;", "blockIdx.x * size;"),
     ),
     Mutant(
         "norm::rms_norm_residual",

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
+import pytest
 
+from spark_py.runtime.errors import OutOfDeviceMemoryError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -44,6 +46,14 @@ def upload(gpu: GpuBackend, array: Array, shift: int = 0) -> DevicePtr:
     ptr = gpu.alloc(data.nbytes + shift).offset(shift)
     gpu.copy_h2d(data, ptr)
     return ptr
+
+
+def alloc_or_skip(gpu: GpuBackend, nbytes: int) -> DevicePtr:
+    """Memory for a test beyond 2**32 elements; skips where the device has no room."""
+    try:
+        return gpu.alloc(nbytes)
+    except OutOfDeviceMemoryError as error:
+        pytest.skip(f"needs {nbytes / 1e9:.1f} GB: {error}")
 
 
 def download(gpu: GpuBackend, ptr: DevicePtr, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:

@@ -17,11 +17,13 @@ from .support import (
     BF16,
     Array,
     Output,
+    alloc_or_skip,
     any_bits,
     assert_rounds,
     assert_same_bits,
     assert_ulps,
     checks,
+    download,
     f64,
     normal,
     upload,
@@ -185,3 +187,24 @@ def test_impossible_numbers_are_refused(
     ptr, kernel = upload(gpu, normal(rng, 8)), gpu.kernel("norm", "rms_norm")
     with pytest.raises(InvalidArgumentError):
         ops.rms_norm(gpu, kernel, ptr, ptr, ptr, rows, size, eps, gpu.default_stream())
+
+
+@pytest.mark.gpu_only("8.6 GB of rows: too much to normalise on a CPU in a test")
+@pytest.mark.no_sanitizer("8.6 GB of checked loads take minutes")
+def test_rows_past_2_to_the_32(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    check_far_rows(gpu, rng)
+
+
+@checks("norm::rms_norm@far")
+def check_far_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    rows, size = (1 << 20) + 3, 4096
+    x, weight = inputs(rng, 1, size)
+    data = alloc_or_skip(gpu, 2 * rows * size)
+    gpu.memset(data, 0, 2 * rows * size)
+    last = data.offset(2 * (rows - 1) * size)
+    gpu.copy_h2d(x.reshape(-1).view(np.uint8), last)
+    kernel, stream = gpu.kernel("norm", "rms_norm"), gpu.default_stream()
+    ops.rms_norm(gpu, kernel, data, upload(gpu, weight), data, rows, size, EPS, stream)
+    got = download(gpu, last, x.shape, BF16)
+    gpu.free(data)
+    assert_rounds(got, oracle(x, weight, EPS), FP32_BOUND, what="the last row")
