@@ -89,15 +89,21 @@ class Toolkit:
         return f"NVRTC {self.nvrtc[0]}.{self.nvrtc[1]}, headers {headers}"
 
 
-def check_one_cupy() -> None:
-    """BackendUnavailableError where several CuPy distributions share this environment: their files overwrite each
-    other, and which one answers is chance."""
+def _installed_cupy() -> list[str]:
+    """ "cupy-cuda12x 14.2.0" of every CuPy distribution in this environment."""
     present = []
     for name in _CUPY_NAMES:
         try:
             present.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
+    return present
+
+
+def check_one_cupy() -> None:
+    """BackendUnavailableError where several CuPy distributions share this environment: their files overwrite each
+    other, and which one answers is chance."""
+    present = _installed_cupy()
     if len(present) > 1:
         names = " ".join(entry.split()[0] for entry in present)
         raise BackendUnavailableError(
@@ -201,6 +207,16 @@ def find_toolkit(nvrtc: Any, find: Callable[[str], Path | None] = _pathfinder) -
         ) from error
     version = (int(major), int(minor))
     library = _loaded_library()
+    for name in _installed_cupy():
+        built = re.match(r"cupy-cuda(\d+)x", name)
+        if built and int(built.group(1)) != version[0]:
+            # CuPy loads the NVRTC that it finds first. Its headers are found all the same; an older driver may refuse
+            # what it makes.
+            log.warning(
+                "%s uses NVRTC %d.%d of another toolkit (%s): a CUDA %s driver may refuse its images; "
+                "install one toolkit only, with pip install 'spark-py[cuda%d]'",
+                *(name, *version, library, built.group(1), version[0]),
+            )
     found = find("cudart")
     main, headers = _choose([*_beside(library), *([found] if found else [])], version)
     include = [main] if main else []

@@ -128,6 +128,22 @@ def test_two_cupy_distributions_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert "pip uninstall" in str(error.value)
 
 
+@pytest.mark.usefixtures("no_library")
+@pytest.mark.parametrize(("installed", "warns"), [("cupy-cuda12x", True), ("cupy-cuda13x", False), ("cupy", False)])
+def test_an_nvrtc_of_another_major_than_cupys_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, installed: str, warns: bool
+) -> None:
+    def version(name: str) -> str:
+        if name == installed:
+            return "14.2.0"
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with caplog.at_level(logging.WARNING, "spark_py"):
+        find_toolkit(nvrtc(13, 5), lambda _: None)
+    assert ("NVRTC 13.5 of another toolkit" in caplog.text) is warns
+
+
 # ---------------------------------------------------------------- with the real NVRTC
 
 
