@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 // Module argmax: the index of the largest of n BF16 logits of a row, one block of 1024 threads a row.
 //
-// Equal maxima: the lowest index. NaN never wins; +0 and -0 are equal. A row of NaN and -Inf gives the lowest index that
-// is not NaN, a row of NaN alone gives 0, so the index is always below n. Elements past n are never read.
+// Equal maxima: the lowest index. NaN never wins; +0 and -0 are equal. A row of NaN and -Inf gives the lowest index
+// that is not NaN, a row of NaN alone gives 0, so the index is always below n. Elements past n are never read.
 
 #include "spark_common.cuh"
 
