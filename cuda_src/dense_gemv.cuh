@@ -2,9 +2,9 @@
 // The dot product that every BF16 GEMV of this set computes, in one fixed order, so that kernels can be bit-equal.
 //
 // 64 threads share an output. Thread l adds the 8-element chunks l, l + 64, ... in ascending k, one FP32 addition for
-// each product (which is exact unless it underflows: two BF16 have 16 significant bits between them). Each warp adds its
-// lanes as the tree 16, 8, 4, 2, 1; the result is first warp + second. Chunks are 16-byte loads: K % 8 == 0 and bases on
-// 16-byte addresses.
+// each product (which is exact unless it underflows: two BF16 have 16 significant bits between them). Each warp adds
+// its lanes as the tree 16, 8, 4, 2, 1; the result is first warp + second. Chunks are 16-byte loads: K % 8 == 0 and
+// bases on 16-byte addresses.
 #pragma once
 
 #include "spark_common.cuh"
