@@ -156,7 +156,7 @@ def _open_file(path: Path) -> KernelSet:
         raise ManifestError(path, f"is neither a folder nor a {' or '.join(_SUFFIXES)} file")
     if any((path.parent / name).is_file() for name in (_OWN, _ENGINE)):
         whole = KernelSet.open(path.parent)
-        mine = [module for module in whole.modules.values() if module.path == path]
+        mine = [module for module in whole.modules.values() if module.path.samefile(path)]
         if mine:
             return KernelSet(path, mine, whole.manifest)
     return KernelSet(path, [ModuleSource(path.stem, path, flags=(f"-I{path.parent}",))])
@@ -205,6 +205,8 @@ def _own_module(manifest: Path, name: str, entry: Mapping[str, Any]) -> ModuleSo
         raise ManifestError(manifest, f"{where}.source is missing")
     folder = manifest.parent
     path = folder / entry["source"]
+    if not name:
+        raise ManifestError(manifest, "a module's name is empty")
     if path.suffix not in _SUFFIXES:
         raise ManifestError(manifest, f"{where}.source is {entry['source']!r}: a .cu or .ptx file is needed")
     if not path.is_file():

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from spark_py.runtime import manifest
 from spark_py.runtime.audit import KernelAudit
 from spark_py.runtime.errors import ManifestError, ModuleNotFoundInSetError
 from spark_py.runtime.manifest import KernelSet, kernels_path, nvrtc_flags
@@ -120,6 +125,7 @@ ONE = '[modules.m]\nsource = "a.cu"\n'
         ("[modules.m]\nsource = 4", "modules.m.source is 4: a str"),
         ('[modules.m]\nsource = "gone.cu"', "'gone.cu': no such file"),
         ('[modules.m]\nsource = "kernels.toml"', "a .cu or .ptx file"),
+        ('[modules.""]\nsource = "a.cu"', "name is empty"),
         (ONE + "sources = []", "unknown key 'modules.m.sources'"),
         (ONE + 'functions = "a"', "modules.m.functions is 'a': a list"),
         (ONE + "functions = [1]", "modules.m.functions"),
@@ -196,6 +202,25 @@ def test_own_kernels_open_and_every_listed_function_is_in_its_source() -> None:
     assert KernelSet.open(None).modules.keys() == opened.modules.keys()
     for module in opened.modules.values():
         assert module.functions, module.name
+
+
+def test_an_installed_package_has_its_kernels_inside(tmp_path: Path) -> None:
+    package = Path(manifest.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "spark_py", ignore=shutil.ignore_patterns("__pycache__", "_cuda_src"))
+    folder(tmp_path / "cuda_src", "wrong.cu", kernels_toml='[modules.wrong]\nsource = "wrong.cu"\n')
+    folder(tmp_path / "spark_py" / "_cuda_src", "right.cu", kernels_toml='[modules.right]\nsource = "right.cu"\n')
+    text = "from spark_py.runtime.manifest import KernelSet; print(*KernelSet.open().modules)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def opened() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", text]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+
+    assert opened().stdout.split() == ["right"]
+    shutil.rmtree(tmp_path / "spark_py" / "_cuda_src")
+    assert opened().stdout.split() == ["wrong"]  # a checkout: beside the package
+    shutil.rmtree(tmp_path / "cuda_src")
+    assert "the package's own kernels are missing" in opened().stderr
 
 
 def test_audit_rows(tmp_path: Path) -> None:
