@@ -96,6 +96,8 @@ class DevicePtr:
 
     def offset(self, nbytes: object) -> DevicePtr:
         """The address `nbytes` further on (negative moves back). Bytes, not elements."""
+        if isinstance(nbytes, DevicePtr):
+            raise InvalidPointerError(f"offset is {nbytes!r}: a number of bytes is needed, not an address")
         step = exact_int(nbytes, "offset")
         if self.address == 0:
             raise InvalidPointerError(f"offset of {step} bytes on DevicePtr.NULL")
@@ -456,7 +458,8 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def end_capture(self, stream: int) -> GraphHandle:
-        """Stop recording and instantiate. The first error inside the capture, if any, is raised here again."""
+        """Stop recording and instantiate. After an error inside the capture, which ended it, a CaptureStateError
+        with the first such error as its cause."""
 
     @abstractmethod
     def abort_capture_if_active(self, stream: int) -> None:

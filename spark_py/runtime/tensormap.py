@@ -29,8 +29,9 @@ class TensorMap:
     ) -> TensorMap:
         """A descriptor of a row-major BF16 matrix [rows, cols], read in boxes of [box_rows, box_cols].
 
-        No interleave, no swizzle, 128-byte L2 promotion, zeros out of bounds. `row_stride_elems` counts elements.
-        Needs a CUDA driver (BackendUnavailableError without).
+        No interleave, no swizzle, 128-byte L2 promotion, zeros out of bounds. `row_stride_elems` counts elements. The
+        limits are the driver's: 2**32 rows and columns, strides below 2**40 bytes that are multiples of 16, boxes of at
+        most 256 x 256 whose rows are multiples of 16 bytes. Needs a CUDA driver (BackendUnavailableError without).
         """
         if not isinstance(global_ptr, DevicePtr) or global_ptr.address % 16 or global_ptr.is_null:
             raise InvalidPointerError(f"global_ptr is {global_ptr!r}: a device address that is a multiple of 16")
@@ -48,9 +49,12 @@ class TensorMap:
             raise InvalidArgumentError("row_stride_elems", row_stride_elems, "rows must be a multiple of 16 bytes")
         if row_stride_elems < cols:
             raise InvalidArgumentError("row_stride_elems", row_stride_elems, f"at least cols, {cols}")
-        for name in ("box_rows", "box_cols"):
-            if sizes[name] > 256:
-                raise InvalidArgumentError(name, sizes[name], "at most 256")
+        most = {"rows": 2**32, "cols": 2**32, "row_stride_elems": 2**39 - 8, "box_rows": 256, "box_cols": 256}
+        for name, limit in most.items():
+            if sizes[name] > limit:
+                raise InvalidArgumentError(name, sizes[name], f"at most {limit}")
+        if box_cols * 2 % 16:
+            raise InvalidArgumentError("box_cols", box_cols, "rows of a box must be a multiple of 16 bytes")
         from ._driver import encode_tiled_2d_bf16
 
         return cls(encode_tiled_2d_bf16(global_ptr.address, rows, cols, row_stride_elems * 2, box_rows, box_cols))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from ..errors import (
     InvalidArgumentError,
     RedZoneError,
     SparkError,
-    UnknownPointerError,
 )
 from ..gpu import Buffer, DevicePtr, HostPtr, StreamLike, exact_int
+from .buffers import address_of, host_bytes
 from .core import Core, guarded, is_integer, queued
 
 log = logging.getLogger("spark_py.runtime")
@@ -28,33 +27,6 @@ _LARGE = 32 << 20
 _ALLOC_BEFORE = "allocate before begin_capture"
 _FREE_AFTER = "free after end_capture"
 _ASYNC_INSTEAD = "use the async form on the capturing stream, or copy before begin_capture"
-
-
-def host_bytes(buffer: object, writable: bool) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A flat uint8 view of a host buffer, without a copy."""
-    if isinstance(buffer, np.ndarray):
-        if not buffer.flags.c_contiguous:
-            raise InvalidArgumentError("host array", f"strides {buffer.strides}", "must be C-contiguous")
-        if buffer.dtype.hasobject:
-            raise InvalidArgumentError("host array", buffer.dtype, "holds Python objects, not bytes")
-        if writable and not buffer.flags.writeable:
-            raise InvalidArgumentError("host array", "read-only", "must be writable")
-        return buffer.reshape(-1).view(np.uint8)
-    try:
-        view = memoryview(buffer)  # type: ignore[arg-type]
-    except TypeError:
-        kinds = "bytes, bytearray, memoryview or a NumPy array"
-        raise InvalidArgumentError("host buffer", type(buffer).__name__, kinds) from None
-    if not view.c_contiguous:
-        raise InvalidArgumentError("host buffer", f"strides {view.strides}", "must be C-contiguous")
-    if writable and view.readonly:
-        raise InvalidArgumentError("host buffer", type(buffer).__name__, "must be writable")
-    return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, np.uint8)
-
-
-def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Host address of an array's first byte."""
-    return int(array.__array_interface__["data"][0])
 
 
 class MemoryOps(Core):
@@ -388,52 +360,6 @@ class MemoryOps(Core):
     def _refuse_capturing(self, stream: int, operation: str) -> None:
         if stream in self._captures:
             raise IllegalDuringCaptureError(operation, "the stream is capturing; do this after end_capture")
-
-    # ------------------------------------------------------------ interop
-
-    @guarded
-    def view(self, ptr: DevicePtr, shape: Sequence[int], dtype: Any) -> Any:
-        extents = tuple(self._size("shape", n) for n in shape)
-        try:
-            kind = np.dtype(dtype)
-        except TypeError as error:
-            raise InvalidArgumentError("dtype", dtype, str(error)) from None
-        if kind.hasobject or kind.itemsize == 0:
-            raise InvalidArgumentError("dtype", dtype, "elements of a fixed number of plain bytes")
-        if kind.name.startswith(("float8", "float4", "float6")):
-            kind = np.dtype(np.uint8)
-        nbytes = int(np.prod(extents, dtype=object)) * kind.itemsize
-        if self._range(ptr, nbytes, "view") is None:
-            return self._device.array(0, extents, kind)
-        if ptr.address % kind.itemsize:
-            raise InvalidArgumentError("pointer", ptr, f"a multiple of the {kind.itemsize}-byte element of {kind}")
-        return self._device.array(ptr.address, extents, kind)
-
-    @guarded
-    def wrap(self, array: Any) -> DevicePtr:
-        address, nbytes = self._device.foreign_range(array)
-        if nbytes == 0:
-            return DevicePtr.NULL
-        with self._lock:
-            known = self._memory.overlapping(address, nbytes)
-            if known is not None:
-                raise InvalidArgumentError("array", f"memory at {address:#x}", f"is known already: {known}")
-            self._memory.add(address, nbytes, f"wrapped {type(array).__name__}", call_site(), "wrapped")
-            self._wrapped[address] = array
-        return DevicePtr(address)
-
-    @guarded
-    def unwrap(self, ptr: DevicePtr) -> None:
-        address = self._address(ptr)
-        if address == 0:
-            return
-        self._refuse_in_capture("unwrap", "unwrap after end_capture")
-        if address in self._wrapped:
-            self._drain()
-        with self._lock:
-            if self._wrapped.pop(address, None) is None:
-                raise UnknownPointerError(f"unwrap of {ptr!r}, which was not wrapped", address)
-            self._memory.remove(address)
 
     def _record(self, operation: str, payload: np.ndarray[Any, Any] | None = None, **words: DevicePtr | int) -> None:
         if self._trace is not None:

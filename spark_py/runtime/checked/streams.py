@@ -18,12 +18,12 @@ from ..errors import (
 )
 from ..gpu import GraphHandle, StreamLike
 from .core import guarded, queued
-from .memory import MemoryOps
+from .interop import InteropOps
 
 _AFTER = "do this after end_capture"
 
 
-class StreamOps(MemoryOps):
+class StreamOps(InteropOps):
     """Everything of the trait's stream, event and graph groups."""
 
     # ------------------------------------------------------------ streams
