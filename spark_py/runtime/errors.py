@@ -7,7 +7,7 @@ says them in its message. The Rust runtime has untyped messages only; the situat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -331,3 +331,60 @@ class CudaError(SparkError):
 
 class DeviceLostError(CudaError):
     """A sticky fault: the context is dead and every later call fails with the same reason."""
+
+
+# ---------------------------------------------------------------- weights
+
+
+class WeightError(SparkError):
+    """Base of what goes wrong between a checkpoint's files and its tensors on the device."""
+
+
+class WeightFileError(WeightError):
+    """A checkpoint file or folder that is missing, damaged, unreadable or changed. `path` is the file, `tensor` the
+    tensor at fault or "" where the whole file is."""
+
+    def __init__(self, path: Path | str, message: str, tensor: str = "") -> None:
+        self.path, self.tensor = Path(path), tensor
+        super().__init__(f"{path}: " + (f"tensor {tensor!r}: " if tensor else "") + message)
+
+
+class WeightIndexError(WeightFileError):
+    """An index file that is damaged, or that the shards contradict. `path` is the index."""
+
+
+class DuplicateWeightError(WeightFileError):
+    """Two shards hold a tensor of one name and differ in dtype, shape or bytes. `path` and `other` are the shards."""
+
+    def __init__(self, path: Path | str, other: Path | str, tensor: str, message: str) -> None:
+        self.other = Path(other)
+        super().__init__(path, message, tensor)
+
+
+class UnsupportedWeightDtypeError(WeightFileError):
+    """A tensor whose safetensors dtype has no place on the device. `dtype` is its name in the header."""
+
+    def __init__(self, path: Path | str, tensor: str, dtype: str, supported: Sequence[str]) -> None:
+        self.dtype = dtype
+        super().__init__(path, f"dtype {dtype} is not supported; supported: {', '.join(supported)}", tensor)
+
+
+class MissingWeightError(WeightError, LookupError):
+    """Tensors that no file holds. `missing` lists them all; `near` maps some of them to names that look alike."""
+
+    def __init__(self, missing: Sequence[str], near: Mapping[str, Sequence[str]], source: str, hint: str = "") -> None:
+        self.missing, self.near = tuple(missing), {name: tuple(names) for name, names in near.items()}
+        lines = [
+            f"  {name!r}" + (f" (there is {', '.join(map(repr, self.near[name]))})" if self.near.get(name) else "")
+            for name in self.missing
+        ]
+        count = "1 tensor is" if len(lines) == 1 else f"{len(lines)} tensors are"
+        super().__init__("\n".join([f"{count} not in {source}:", *lines, *([hint] if hint else [])]))
+
+
+class WeightNotLoadedError(WeightError, LookupError):
+    """A tensor that a file holds and that was not uploaded, or was removed since. `tensor` is its name."""
+
+    def __init__(self, tensor: str, path: Path | str) -> None:
+        self.tensor, self.path = tensor, Path(path)
+        super().__init__(f"tensor {tensor!r} is in {path} but not on the device: pass its name to load")
