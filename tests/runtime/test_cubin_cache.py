@@ -216,6 +216,20 @@ def test_a_replaced_toolkit_is_in_the_key(tmp_path: Path, tree: Path, monkeypatc
 
 
 @needs_nvrtc
+def test_a_header_that_appears_where_has_include_looks(tmp_path: Path, tree: Path) -> None:
+    (tree / "k.cu").write_text(
+        '#if __has_include("later.cuh")\n#define A 5\n#else\n#define A 1\n#endif\n'
+        'extern "C" __global__ void f(int* x) { x[0] = A; }\n'
+    )
+    cache = CubinCache(tmp_path / "c")
+    before = compiled(tree, cache)
+    (tree / "later.cuh").touch()
+    after = compiled(tree, cache)
+    assert not after.from_cache
+    assert after.image != before.image
+
+
+@needs_nvrtc
 def test_a_header_named_by_a_macro_is_never_cached(tmp_path: Path, tree: Path) -> None:
     (tree / "k.cu").write_text('#define H "b.cuh"\n#include H\nextern "C" __global__ void f(int* x) { x[0] = B; }\n')
     cache = CubinCache(tmp_path / "c")
