@@ -302,6 +302,7 @@ class MemoryOps(Core):
         width, rows = self._size("width_bytes", width_bytes), self._size("height", height)
         pitches = {"src_pitch": self._size("src_pitch", src_pitch), "dst_pitch": self._size("dst_pitch", dst_pitch)}
         if width == 0 or rows == 0:
+            self._address(src), self._address(dst)
             return
         for name, pitch in pitches.items():
             if pitch < width:
