@@ -34,11 +34,12 @@ from .includes import IncludeScan, scan_includes
 from .manifest import ModuleSource
 from .ptx import load_ptx
 from .signature import Signature, parse_ptx, parse_source, reconcile
-from .toolkit import STUB_HEADERS, Toolkit, check_one_cupy, find_toolkit
+from .toolkit import STUB_HEADERS, Toolkit, check_one_cupy, find_toolkit, install_line
 
 __all__ = ["CompiledModule", "Resources", "compile_module", "function_not_found", "toolkit"]
 
 _LINEINFO = "SPARK_PY_LINEINFO"
+_CUTLASS = ("cute/", "cutlass/")
 _ERROR = re.compile(
     r"^(?P<file>.+)\((?P<line>\d+)\): (?:catastrophic )?error(?: #[\w-]+)?: (?P<text>.*)$", re.MULTILINE
 )
@@ -60,7 +61,7 @@ def _nvrtc() -> Any:
     except ImportError as error:
         raise BackendUnavailableError(
             f"NVRTC is needed to compile kernels and CuPy, which reaches it, cannot be imported ({error}); "
-            "run: pip install 'spark-py[cuda12]' (or 'spark-py[cuda13]')"
+            f"run: {install_line('cuda12')} (or cuda13)"
         ) from error
 
 
@@ -176,7 +177,7 @@ def _prepare(source: ModuleSource, arch: Arch) -> _Job:
     if scan.mentions(_INFINITY) and not scan.mentions(_DEFINES_INFINITY) and "math.h" not in scan.unresolved:
         options.append("-DINFINITY=__int_as_float(0x7f800000)")
     options += [f"-I{folder}" for folder in kit.include]
-    if kit.cutlass is not None and any(name.startswith(("cute/", "cutlass/")) for name in scan.unresolved):
+    if kit.cutlass is not None and any(name.startswith(_CUTLASS) for name in scan.unresolved):
         options.append(f"-I{kit.cutlass}")
     return _Job(source, arch, text, scan, stubs, tuple(options), kit)
 
@@ -246,6 +247,8 @@ def _compile_error(job: _Job, log: str) -> CompileError:
         header = missing.group(1)
         if header.startswith("crt/") and job.kit.nvrtc[0] == 12:
             versions += "; crt/ comes with nvidia-cuda-nvcc-cu12"
+        elif job.kit.cutlass is None and header.startswith(_CUTLASS):
+            versions += f"; run: {install_line('cutlass')}"
         elif job.kit.headers is None:
             versions += f"; run: {job.kit.extra}"
         return HeaderNotFoundError(path, str(job.arch), log, line, header, job.folders, versions)

@@ -64,6 +64,11 @@ STUB_HEADERS: dict[str, str] = {
 }
 
 
+def install_line(extra: str) -> str:
+    """The command that installs an extra of this package, which lives in its source folder and not on an index."""
+    return f"pip install -e '.[{extra}]' in spark_py's source folder"
+
+
 @dataclass(frozen=True, slots=True)
 class Toolkit:
     """NVRTC and its headers. `archs` are the architecture numbers NVRTC knows (90 for sm_90); `headers` is None and
@@ -81,7 +86,7 @@ class Toolkit:
     @property
     def extra(self) -> str:
         """The pip line that installs a matching set."""
-        return f"pip install 'spark-py[cuda{self.nvrtc[0]}]'"
+        return install_line(f"cuda{self.nvrtc[0]}")
 
     def versions(self) -> str:
         """ "NVRTC 12.9, headers 12.9", for messages."""
@@ -108,7 +113,7 @@ def check_one_cupy() -> None:
         names = " ".join(entry.split()[0] for entry in present)
         raise BackendUnavailableError(
             f"several CuPy distributions are installed ({', '.join(present)}) and overwrite each other; "
-            f"run: pip uninstall -y {names}, then pip install 'spark-py[cuda12]' or 'spark-py[cuda13]', one of them"
+            f"run: pip uninstall -y {names}, then {install_line('cuda12')} or {install_line('cuda13')}, one of them"
         )
 
 
@@ -173,7 +178,7 @@ def _choose(candidates: Iterable[Path], nvrtc: Version) -> tuple[Path | None, Ve
         searched = ", ".join(f"{path} ({v[0]}.{v[1]})" for path, v in versions.items())
         raise ToolkitMismatchError(
             f"NVRTC is {nvrtc[0]}.{nvrtc[1]}, but the CUDA headers found are of another major version: {searched}; "
-            f"run: pip install 'spark-py[cuda{nvrtc[0]}]'",
+            f"run: {install_line(f'cuda{nvrtc[0]}')}",
             nvrtc,
             version,
         )
@@ -203,7 +208,7 @@ def find_toolkit(nvrtc: Any, find: Callable[[str], Path | None] = _pathfinder) -
     except Exception as error:
         # CuPy raises what its loader raised: RuntimeError, OSError or its own type, by release.
         raise BackendUnavailableError(
-            f"NVRTC cannot be loaded ({error}); run: pip install 'spark-py[cuda12]' or 'spark-py[cuda13]'"
+            f"NVRTC cannot be loaded ({error}); run: {install_line('cuda12')} or {install_line('cuda13')}"
         ) from error
     version = (int(major), int(minor))
     library = _loaded_library()
@@ -214,7 +219,7 @@ def find_toolkit(nvrtc: Any, find: Callable[[str], Path | None] = _pathfinder) -
             # what it makes.
             log.warning(
                 "%s uses NVRTC %d.%d of another toolkit (%s): a CUDA %s driver may refuse its images; "
-                "install one toolkit only, with pip install 'spark-py[cuda%d]'",
+                "install one toolkit only: pip install -e '.[cuda%d]' in a fresh environment",
                 *(name, *version, library, built.group(1), version[0]),
             )
     found = find("cudart")

@@ -71,7 +71,7 @@ def test_another_major_is_an_error_with_both_versions(tmp_path: Path) -> None:
     with pytest.raises(ToolkitMismatchError) as error:
         find_toolkit(nvrtc(12, 9), lambda _: folder)
     assert (error.value.nvrtc, error.value.headers) == ((12, 9), (13, 0))
-    for part in ("12.9", "13.0", str(folder), "spark-py[cuda12]"):
+    for part in ("12.9", "13.0", str(folder), ".[cuda12]"):
         assert part in str(error.value)
 
 
