@@ -9,7 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import argmax, embed_from_argmax, gemv, moe_silu_mul, norm, residual_add, rms_norm_vanilla
+from . import (
+    argmax,
+    dense_gemv_bf16_batchm,
+    embed_from_argmax,
+    gemm,
+    gemv,
+    moe_silu_mul,
+    norm,
+    paged_decode,
+    reshape_and_cache,
+    residual_add,
+    rms_norm_vanilla,
+    rope,
+    ssm_preprocess,
+)
 from .spec import KernelSpec
 
 _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
@@ -20,6 +34,12 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     argmax.KERNELS,
     embed_from_argmax.KERNELS,
     moe_silu_mul.KERNELS,
+    dense_gemv_bf16_batchm.KERNELS,
+    rope.KERNELS,
+    reshape_and_cache.KERNELS,
+    paged_decode.KERNELS,
+    ssm_preprocess.KERNELS,
+    gemm.KERNELS,
 )
 
 CATALOG: dict[tuple[str, str], KernelSpec] = {spec.key: spec for family in _FAMILIES for spec in family}

@@ -81,9 +81,9 @@ class KernelSpec:
     """One kernel of the catalogue.
 
     `geometry` gives (grid, block, dynamic shared bytes) that the launch must have, computed from the call; grid
-    entries that carry a row count are taken from the call itself. `run` computes the kernel on the call's arrays through
-    `reference`, the plain NumPy function whose docstring says what the kernel is. `grid_text` and `block_text` say the
-    geometry to people. `shared_bytes` is the static shared memory of the engine's kernel.
+    entries that carry a row count are taken from the call itself. `run` computes the kernel on the call's arrays
+    through `reference`, the plain NumPy function whose docstring says what the kernel is. `grid_text` and `block_text`
+    say the geometry to people. `shared_bytes` is the static shared memory of the engine's kernel.
     """
 
     module: str

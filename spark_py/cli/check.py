@@ -72,11 +72,11 @@ def check(
     jobs: list[tuple[ModuleSource, str]] = []
     for path in paths or [kernels_path()]:
         try:
-            modules = KernelSet.open(path).modules
+            files = list(KernelSet.open(path).files())
         except KernelSetError as error:
             rows += [CheckRow("", "", str(path), arch, False, log=str(error)) for arch in archs]
             continue
-        jobs += [(module, arch) for module in modules.values() for arch in archs]
+        jobs += [(file, arch) for file in files for arch in archs]
 
     def run(job: tuple[ModuleSource, str]) -> list[CheckRow]:
         made = list(_rows(*job))

@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,12 +14,12 @@ import click
 from spark_py.catalog import all_kernels
 from spark_py.catalog.spec import KernelSpec
 from spark_py.runtime.errors import InvalidArgumentError
-from spark_py.runtime.manifest import KernelSet
+from spark_py.runtime.manifest import KernelSet, ModuleSource
 
 
-def describe(spec: KernelSpec, sources: Mapping[str, Path]) -> dict[str, Any]:
-    """One catalogue row as plain values. `sources` maps a module to its file."""
-    source = sources.get(spec.module)
+def describe(spec: KernelSpec, modules: Mapping[str, ModuleSource]) -> dict[str, Any]:
+    """One catalogue row as plain values. `modules` are those of the kernel set."""
+    source = modules.get(spec.module)
     return {
         "module": spec.module,
         "function": spec.function,
@@ -32,7 +31,7 @@ def describe(spec: KernelSpec, sources: Mapping[str, Path]) -> dict[str, Any]:
         "min_arch": spec.min_arch,
         "reference": f"{spec.reference.__module__}.{spec.reference.__qualname__}",
         "docstring": inspect.getdoc(spec.reference) or "",
-        "source": str(source) if source else None,
+        "source": str(source.holding(spec.function).path) if source else None,
     }
 
 
@@ -64,8 +63,8 @@ def kernels_command(pattern: str, as_json: bool) -> None:
 
     One match prints the whole docstring of its reference, several print the first line of each.
     """
-    sources = {name: module.path for name, module in KernelSet.open().modules.items()}
-    rows = [describe(spec, sources) for spec in matching(pattern)]
+    modules = KernelSet.open().modules
+    rows = [describe(spec, modules) for spec in matching(pattern)]
     if not rows:
         raise InvalidArgumentError("pattern", pattern, "no kernel of the catalogue matches")
     if as_json:

@@ -38,7 +38,7 @@ from .modules import compile_module, function_not_found
 from .plan import Layout
 from .signature import Signature
 from .staging import StagingPool
-from .toolkit import check_one_cupy
+from .toolkit import check_one_cupy, install_line
 
 __all__ = ["CudaBackend", "CudaDevice", "module_load_count", "probe"]
 
@@ -79,7 +79,7 @@ class _Api:
             from cupy_backends.cuda.api import driver, runtime
         except ImportError as error:
             raise BackendUnavailableError(
-                f"CuPy cannot be imported ({error}): pip install 'spark-py[cuda12]' or 'spark-py[cuda13]'"
+                f"CuPy cannot be imported ({error}): {install_line('cuda12')} (or cuda13)"
             ) from None
         self.cupy, self.driver, self.runtime = cupy, driver, runtime
         self.errors = (runtime.CUDARuntimeError, driver.CUDADriverError)
@@ -129,8 +129,8 @@ class CudaDevice(RawDevice):
         self._set = KernelSet.open(kernels)
         self._cache = CubinCache()
         self._driver_version = int(self._runtime.driverGetVersion())
-        self._compiled: dict[str, CompiledModule] = {}
-        self._loaded: dict[str, _Image] = {}
+        self._compiled: dict[Path, CompiledModule] = {}
+        self._loaded: dict[Path, _Image] = {}
         self._load_lock = threading.Lock()
         self.activate()
         self._major, self._minor = self._attribute("ComputeCapabilityMajor"), self._attribute("ComputeCapabilityMinor")
@@ -291,19 +291,22 @@ class CudaDevice(RawDevice):
         return self._set.known_kernels()
 
     def is_loaded(self, module: str, function: str) -> bool:
-        return module in self._loaded
+        source = self._set.modules.get(module)
+        return source is not None and source.holding(function).path in self._loaded
 
     def load(self, module: str, function: str) -> LoadedKernel:
-        source = self._set.module(module)
+        files = self._set.module(module).files
+        source = files[0].holding(function)
         with self._load_lock:
-            if module not in self._loaded:
+            if source.path not in self._loaded:
                 arch = arch_of(self.compute_capability())
                 compiled = compile_module(source, arch, self._cache, driver_version=self._driver_version)
-                self._compiled[module] = compiled
-                self._loaded[module] = self._load_image(source.path, compiled)
-            compiled, image = self._compiled[module], self._loaded[module]
+                self._compiled[source.path] = compiled
+                self._loaded[source.path] = self._load_image(source.path, compiled)
+            compiled, image = self._compiled[source.path], self._loaded[source.path]
         if function not in compiled.signatures:
-            raise function_not_found(source, function, sorted(compiled.signatures))
+            present = {*compiled.signatures, *(name for file in files for name in file.functions)}
+            raise function_not_found(source, function, sorted(present))
         signature = compiled.signatures[function]
         raw = self._call(f"cuModuleGetFunction {module}::{function}", image.module.get_function, function)
         attributes = self._function_attributes(raw.ptr)

@@ -56,7 +56,7 @@ class HostKernels:
 
     def _check_source(self, module: str, function: str, signature: Signature) -> None:
         assert self._set is not None
-        path = self._set.module(module).path
+        path = self._set.module(module).holding(function).path
         text = path.read_text(encoding="utf-8", errors="replace")
         if path.suffix == ".ptx":
             entries = parse_ptx(text)

@@ -2,15 +2,18 @@
 """KernelSet: the modules of a kernel folder, from `kernels.toml`, the engine's `KERNEL.toml`, or the files alone.
 
 `kernels.toml` is this project's form: `[modules.NAME]` with `source`, `functions`, `flags`, `min_arch` and `gpu_only`.
+A module may have further files, each compiled to an image of its own, as `[[modules.NAME.others]]` with the same keys;
+all files of such a module list their functions.
 `KERNEL.toml` is the engine's: `[build] extra_nvcc_flags` and `[modules] stem = "name"`; every .cu and .ptx of the
 folder is a module, named by its stem unless renamed. A folder with neither is read as the latter without entries.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +35,7 @@ _MODULE_KEYS: Mapping[str, type] = {
     "flags": list,
     "min_arch": str,
     "gpu_only": bool,
+    "others": list,
 }
 # nvcc's options that NVRTC refuses and that mean nothing for it; the architecture is chosen at compile time.
 _TAKES_VALUE = frozenset(
@@ -46,7 +50,10 @@ _NVCC_ONLY = _TAKES_VALUE | {
 
 @dataclass(frozen=True, slots=True)
 class ModuleSource:
-    """One module: a .cu or .ptx file and how to compile it. `functions` is empty where the set does not list them."""
+    """One file of a module, .cu or .ptx, and how to compile it. `functions` is empty where the set does not list them.
+
+    Most modules have one file. `others` are the further ones of a module that has several, on its first file alone.
+    """
 
     name: str
     path: Path
@@ -54,6 +61,16 @@ class ModuleSource:
     flags: tuple[str, ...] = ()
     min_arch: str = "sm_80"
     gpu_only: bool = False
+    others: tuple[ModuleSource, ...] = ()
+
+    @property
+    def files(self) -> tuple[ModuleSource, ...]:
+        """The module's files, this one first."""
+        return (self, *self.others)
+
+    def holding(self, function: str) -> ModuleSource:
+        """The file of the module that lists `function`; the first file where none does."""
+        return next((file for file in self.files if function in file.functions), self)
 
     @property
     def is_ptx(self) -> bool:
@@ -61,7 +78,7 @@ class ModuleSource:
         return self.path.suffix == ".ptx"
 
     def declared(self) -> tuple[str, ...]:
-        """The functions that the manifest lists, else those that can be read from the file without compiling it."""
+        """The functions of this file that the manifest lists, else those that its text shows without compiling."""
         if self.functions:
             return self.functions
         try:
@@ -116,6 +133,11 @@ class KernelSet:
         """Modules by name, in the manifest's order."""
         return self._modules
 
+    def files(self) -> Iterator[ModuleSource]:
+        """Every file of every module."""
+        for module in self._modules.values():
+            yield from module.files
+
     def module(self, name: str) -> ModuleSource:
         """The module of that name; ModuleNotFoundInSetError lists those present."""
         try:
@@ -126,7 +148,7 @@ class KernelSet:
     def known_kernels(self) -> tuple[tuple[str, str], ...]:
         """(module, function) of everything the set declares: the manifest's lists, and for modules without one what
         the file's text shows."""
-        return tuple((module.name, name) for module in self._modules.values() for name in module.declared())
+        return tuple((file.name, name) for file in self.files() for name in file.declared())
 
     @classmethod
     def open(cls, path: Path | str | None = None) -> KernelSet:
@@ -156,7 +178,7 @@ def _open_file(path: Path) -> KernelSet:
         raise ManifestError(path, f"is neither a folder nor a {' or '.join(_SUFFIXES)} file")
     if any((path.parent / name).is_file() for name in (_OWN, _ENGINE)):
         whole = KernelSet.open(path.parent)
-        mine = [module for module in whole.modules.values() if module.path.samefile(path)]
+        mine = [dataclasses.replace(file, others=()) for file in whole.files() if file.path.samefile(path)]
         if mine:
             return KernelSet(path, mine, whole.manifest)
     return KernelSet(path, [ModuleSource(path.stem, path, flags=(f"-I{path.parent}",))])
@@ -196,6 +218,28 @@ def _own_form(manifest: Path, table: Mapping[str, Any]) -> list[ModuleSource]:
 
 def _own_module(manifest: Path, name: str, entry: Mapping[str, Any]) -> ModuleSource:
     where = f"modules.{name}"
+    first = _own_file(manifest, name, entry, where)
+    others = entry.get("others", [])
+    if not others:
+        return first
+    parts = {where: first}
+    for number, other in enumerate(others):
+        place = f"{where}.others[{number}]"
+        if not isinstance(other, dict) or "others" in other:
+            raise ManifestError(manifest, f"{place} is {other!r}: a table with the keys of a file is needed")
+        parts[place] = _own_file(manifest, name, other, place)
+    owner: dict[str, str] = {}
+    for place, file in parts.items():
+        if not file.functions:
+            raise ManifestError(manifest, f"{place}.functions is missing: of several files, each lists its functions")
+        for function in file.functions:
+            if function in owner:
+                raise ManifestError(manifest, f"{place}.functions names '{function}', which {owner[function]} has")
+            owner[function] = place
+    return dataclasses.replace(first, others=tuple(parts.values())[1:])
+
+
+def _own_file(manifest: Path, name: str, entry: Mapping[str, Any], where: str) -> ModuleSource:
     for key, value in entry.items():
         if key not in _MODULE_KEYS:
             raise ManifestError(manifest, f"unknown key '{where}.{key}'; known: {', '.join(_MODULE_KEYS)}")

@@ -55,6 +55,53 @@ def test_own_form(tmp_path: Path) -> None:
         opened.modules["third"] = first  # type: ignore[index]
 
 
+SEVERAL = """
+[modules.gemm]
+source = "a.cu"
+functions = ["plain"]
+[[modules.gemm.others]]
+source = "b.cu"
+functions = ["fast", "faster"]
+flags = ["-default-device"]
+min_arch = "sm_90"
+gpu_only = true
+"""
+
+
+def test_a_module_of_several_files(tmp_path: Path) -> None:
+    root = folder(tmp_path, "a.cu", "b.cu", kernels_toml=SEVERAL)
+    opened = KernelSet.open(root)
+    module = opened.module("gemm")
+    assert [file.path.name for file in module.files] == ["a.cu", "b.cu"]
+    assert [file.path.name for file in opened.files()] == ["a.cu", "b.cu"]
+    other = module.holding("faster")
+    assert (other.name, other.path, other.min_arch, other.gpu_only) == ("gemm", root / "b.cu", "sm_90", True)
+    assert other.flags == ("-default-device", f"-I{root}")
+    assert (module.flags, module.min_arch, module.gpu_only) == ((f"-I{root}",), "sm_80", False)
+    assert module.holding("plain") is module.holding("nowhere") is module
+    assert opened.known_kernels() == (("gemm", "plain"), ("gemm", "fast"), ("gemm", "faster"))
+    alone = KernelSet.open(root / "b.cu").module("gemm")
+    assert (alone.path, alone.functions, alone.others) == (root / "b.cu", ("fast", "faster"), ())
+
+
+@pytest.mark.parametrize(
+    ("find", "replace", "message"),
+    [
+        ('"fast", "faster"', '"fast", "plain"', r"gemm\.others\[0\]\.functions names 'plain', which modules\.gemm has"),
+        ('functions = ["plain"]\n', "", r"modules\.gemm\.functions is missing"),
+        ('functions = ["fast", "faster"]\n', "", r"gemm\.others\[0\]\.functions is missing"),
+        ('source = "b.cu"', 'source = "c.cu"', r"gemm\.others\[0\]\.source is 'c\.cu': no such file"),
+        ("gpu_only", "gpu_just", r"unknown key 'modules\.gemm\.others\[0\]\.gpu_just'"),
+        ("[[modules.gemm.others]]", "[modules.gemm.others]", r"modules\.gemm\.others is .*: a list is needed"),
+    ],
+)
+def test_mistakes_in_a_module_of_several_files(tmp_path: Path, find: str, replace: str, message: str) -> None:
+    assert find in SEVERAL
+    root = folder(tmp_path, "a.cu", "b.cu", kernels_toml=SEVERAL.replace(find, replace))
+    with pytest.raises(ManifestError, match=message):
+        KernelSet.open(root)
+
+
 def test_engine_form(tmp_path: Path) -> None:
     root = folder(
         tmp_path,

@@ -265,6 +265,14 @@ def test_no_headers_still_compile_what_includes_none(tmp_path: Path, monkeypatch
         compile_module(made(tmp_path, "#include <cuda_bf16.h>\n" + GOOD), "sm_90a", None)
 
 
+@needs_nvrtc
+def test_cute_without_cutlass_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = dataclasses.replace(modules.toolkit(), cutlass=None)
+    monkeypatch.setattr(modules, "toolkit", lambda: bare)
+    with pytest.raises(HeaderNotFoundError, match=r"cute/tensor\.hpp.*pip install .*\[cutlass\]"):
+        compile_module(made(tmp_path, "#include <cute/tensor.hpp>\n" + GOOD), "sm_90a", None)
+
+
 def test_every_error_of_this_layer_has_one_base() -> None:
     for kind in (CompileError, HeaderNotFoundError, ImageError, FunctionNotFoundError, ToolkitMismatchError):
         assert issubclass(kind, KernelSetError)

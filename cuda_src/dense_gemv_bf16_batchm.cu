@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+// Module dense_gemv_bf16_batchm: Y = X W^T for 1 to 16 rows of X. Each weight is read once for all rows, and each row
+// has the bits that gemv::dense_gemv_bf16 gives it alone.
+
+#include "dense_gemv.cuh"
+
+constexpr unsigned BATCH_MAX_ROWS = 16u;
+constexpr unsigned BATCH_THREADS = 256u;
+
+// The four outputs of a block for ROWS rows. A stripe is the 64 chunks that the 64 lanes of an output take in one turn:
+// the block stages it for every row, so that the four outputs share it.
+template <unsigned ROWS>
+__device__ __forceinline__ void gemv_rows(const uint4* a, const uint4* b, __nv_bfloat16* c, unsigned n, unsigned chunks,
+                                          unsigned out_stride, uint4 (*stripe)[SPARK_DOT_THREADS],
+                                          float (*warp_sums)[BATCH_THREADS / SPARK_WARP]) {
+    const unsigned group = threadIdx.x / SPARK_DOT_THREADS;
+    const unsigned lane = threadIdx.x % SPARK_DOT_THREADS;
+    const size_t output = static_cast<size_t>(blockIdx.x) * 4u + group;
+    const bool live = output < n;
+    const uint4* weights = b + output * chunks;
+    float sums[ROWS] = {};
+    uint4 next = {};
+    if (live && lane < chunks) {
+        next = weights[lane];
+    }
+    for (size_t first = 0u; first < chunks; first += SPARK_DOT_THREADS) {
+        const uint4 weight = next;
+        const size_t ahead = first + SPARK_DOT_THREADS + lane;
+        if (live && ahead < chunks) {
+            next = weights[ahead];
+        }
+        __syncthreads();  // the last stripe has been read
+        for (unsigned row = group; row < ROWS; row += BATCH_THREADS / SPARK_DOT_THREADS) {
+            if (first + lane < chunks) {
+                stripe[row][lane] = a[static_cast<size_t>(row) * chunks + first + lane];
+            }
+        }
+        __syncthreads();
+        // Threads past N have nothing to add but do reach the barriers.
+        if (live && first + lane < chunks) {
+#pragma unroll
+            for (unsigned row = 0u; row < ROWS; ++row) {
+                sums[row] = spark_dot_chunk(sums[row], stripe[row][lane], weight);
+            }
+        }
+    }
+#pragma unroll
+    for (unsigned row = 0u; row < ROWS; ++row) {
+        const float sum = spark_warp_sum(sums[row], SPARK_WARP);
+        if (threadIdx.x % SPARK_WARP == 0u) {
+            warp_sums[row][threadIdx.x / SPARK_WARP] = sum;
+        }
+    }
+    __syncthreads();
+    if (lane < ROWS && live) {
+        const float* halves = warp_sums[lane] + 2u * group;
+        spark_store(c + static_cast<size_t>(lane) * out_stride + output, halves[0] + halves[1]);
+    }
+}
+
+// C[m * out_stride + n] = bf16(sum over k of A[m, k] * B[n, k]), in the order of dense_gemv.cuh. Grid ceil(N / 4),
+// block 256. M from 1 to 16 (the host refuses more), K % 8 == 0, A and B on 16-byte addresses.
+extern "C" __global__ void dense_gemv_bf16_batchm(const __nv_bfloat16* __restrict__ A,
+                                                  const __nv_bfloat16* __restrict__ B, __nv_bfloat16* __restrict__ C,
+                                                  unsigned int M, unsigned int N, unsigned int K,
+                                                  unsigned int out_stride) {
+    __shared__ uint4 stripe[BATCH_MAX_ROWS][SPARK_DOT_THREADS];
+    __shared__ float warp_sums[BATCH_MAX_ROWS][BATCH_THREADS / SPARK_WARP];
+    const uint4* a = reinterpret_cast<const uint4*>(A);
+    const uint4* b = reinterpret_cast<const uint4*>(B);
+    const unsigned chunks = K / SPARK_DOT_CHUNK;
+    switch (M) {
+#define SPARK_ROWS(rows)                                                          \
+    case rows:                                                                    \
+        gemv_rows<rows>(a, b, C, N, chunks, out_stride, stripe, warp_sums); \
+        break;
+        SPARK_ROWS(1)
+        SPARK_ROWS(2)
+        SPARK_ROWS(3)
+        SPARK_ROWS(4)
+        SPARK_ROWS(5)
+        SPARK_ROWS(6)
+        SPARK_ROWS(7)
+        SPARK_ROWS(8)
+        SPARK_ROWS(9)
+        SPARK_ROWS(10)
+        SPARK_ROWS(11)
+        SPARK_ROWS(12)
+        SPARK_ROWS(13)
+        SPARK_ROWS(14)
+        SPARK_ROWS(15)
+        SPARK_ROWS(16)
+#undef SPARK_ROWS
+        default:
+            break;
+    }
+}
