@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_alloc(gpu: GpuBackend) -> None:
     assert all(ptr.address % 256 == 0 and not ptr.is_null for ptr in ptrs)
     ends = [ptr.address + size for ptr, size in zip(ptrs, (1, 255, 256, 257, 100_000), strict=True)]
     spans = sorted(zip(ptrs, ends, strict=True))
-    assert all(end <= start.address for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start.address for (_, end), (start, _) in itertools.pairwise(spans))
     assert gpu.live_bytes() - before == 100_769
     for ptr in ptrs:
         gpu.free(ptr)
