@@ -105,11 +105,11 @@ def test_missing_library_and_missing_cupy_name_the_pip_line(monkeypatch: pytest.
     def missing() -> tuple[int, int]:
         raise RuntimeError("libnvrtc.so.12: cannot open shared object file")
 
-    with pytest.raises(BackendUnavailableError, match=r"libnvrtc.*spark-py\[cuda12\]"):
+    with pytest.raises(BackendUnavailableError, match=r"libnvrtc.*\.\[cuda12\]"):
         find_toolkit(SimpleNamespace(getVersion=missing))
     modules._nvrtc.cache_clear()
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", None)
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'spark-py\[cuda12\]'"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[cuda12\]'"):
         modules._nvrtc()
     modules._nvrtc.cache_clear()
 
