@@ -388,3 +388,18 @@ class WeightNotLoadedError(WeightError, LookupError):
     def __init__(self, tensor: str, path: Path | str) -> None:
         self.tensor, self.path = tensor, Path(path)
         super().__init__(f"tensor {tensor!r} is in {path} but not on the device: pass its name to load")
+
+
+# ---------------------------------------------------------------- models
+
+
+class ConfigError(SparkError, ValueError):
+    """A config.json that cannot be used. `source` is the file, `field` the one at fault or "", `value` what it holds."""
+
+    def __init__(self, source: Path | str, message: str, field: str = "", value: object = None) -> None:
+        self.source, self.field, self.value = source, field, value
+        super().__init__(f"{source}: {message}")
+
+
+class ProposerStateError(SparkError):
+    """A draft proposer was asked for something that the state of the sequence does not allow; nothing changed."""
