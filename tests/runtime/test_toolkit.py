@@ -109,7 +109,7 @@ def test_missing_library_and_missing_cupy_name_the_pip_line(monkeypatch: pytest.
         find_toolkit(SimpleNamespace(getVersion=missing))
     modules._nvrtc.cache_clear()
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", None)
-    with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[cuda12\]'"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install -e '\.\[cuda12\]'"):
         modules._nvrtc()
     modules._nvrtc.cache_clear()
 
