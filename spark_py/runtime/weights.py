@@ -137,7 +137,8 @@ class WeightStore:
 
         All is checked before the first allocation: MissingWeightError (one, for all names),
         UnsupportedWeightDtypeError, WeightFileError (a file that is gone or changed), DuplicateWeightError,
-        OutOfDeviceMemoryError (weights plus reserve). An error after that frees what this call uploaded; the store is then as before.
+        OutOfDeviceMemoryError (weights plus reserve). An error after that frees what this call uploaded; the store is
+        then as before.
         """
         reserve = exact_int(reserve_bytes, "reserve_bytes")
         if reserve < 0:
