@@ -161,6 +161,8 @@ def pack_kernel_args(args: Sequence[KernelArg]) -> tuple[list[int], list[int]]:
             if not isinstance(arg.value, bytes):
                 raise ArgumentTypeError("pack_kernel_args", f"argument {number} is {arg.value!r}, not bytes")
             data = arg.value
+        elif arg.kind not in _FORMAT:
+            raise ArgumentTypeError("pack_kernel_args", f"argument {number} is a {arg.kind.value}: state its type")
         else:
             value = check_argument("pack_kernel_args", Param(f"argument {number}", arg.kind, 8), arg)
             data = struct.pack("<" + _FORMAT[arg.kind], value)
