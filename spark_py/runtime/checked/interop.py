@@ -27,7 +27,7 @@ class InteropOps(MemoryOps):
             raise InvalidArgumentError("dtype", dtype, str(error)) from None
         if kind.hasobject or kind.itemsize == 0:
             raise InvalidArgumentError("dtype", dtype, "elements of a fixed number of plain bytes")
-        if kind.name.startswith(("float8", "float4", "float6")):
+        if kind.name.startswith(("float8_", "float6_", "float4_")):
             kind = np.dtype(np.uint8)
         nbytes = int(np.prod(extents, dtype=object)) * kind.itemsize
         if self._range(ptr, nbytes, "view") is None:
