@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""SpeculativeDecoder: greedy decoding of one sequence, with drafts that a target verifies.
+
+Twin of the scheduler's verify step for one sequence. Drafts change the number of target steps, never the tokens.
+Words: `num_drafts` counts drafts; a verify has one row more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..runtime.errors import InvalidArgumentError, SparkError
+from ..runtime.gpu import StreamLike
+from ..runtime.sizes import count
+from .layer import DraftProposer, ForwardContext, ProposerState
+from .levers import ModelLevers
+from .row_policy import catchup_range
+from .target.base import Target, TargetState, check_token
+
+__all__ = ["DecodeState", "Generation", "SpeculativeDecoder", "SpeculativeStats", "accepted_prefix"]
+
+EOS, MAX_NEW_TOKENS, MAX_SEQ_LEN = "eos", "max_new_tokens", "max_seq_len"
+"""Why a request ended."""
+
+
+def accepted_prefix(drafts: Sequence[int], picks: Sequence[int]) -> int:
+    """How many drafts are accepted: the longest prefix that is what the target picked. len(picks) = len(drafts) + 1."""
+    for j, draft in enumerate(drafts):
+        if draft != picks[j]:
+            return j
+    return len(drafts)
+
+
+@dataclass(slots=True)
+class SpeculativeStats:
+    """Counts of one run. Drafts that the target accepted count as accepted also where the request ended before them.
+
+    `drafted_at[j]` and `accepted_at[j]` count the verify steps that had, and that accepted, draft j.
+    """
+
+    verify_steps: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count one verify step."""
+        self.verify_steps += 1
+        for counts, n in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for j in range(n):
+                counts[j] += 1
+
+    @property
+    def drafted(self) -> int:
+        """Drafts that were verified."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were accepted."""
+        return sum(self.accepted_at)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / drafted; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens a verify step: 1 + accepted / verify steps; None without a step."""
+        return 1 + self.accepted / self.verify_steps if self.verify_steps else None
+
+
+@dataclass(slots=True)
+class DecodeState:
+    """One sequence in the target and in the proposer. Between requests the target has processed all tokens of the
+    sequence but the last, `pending`, which was emitted and is the first row of what comes next."""
+
+    target: TargetState
+    draft: ProposerState | None
+    pending: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a request gave. `finish` is "eos", "max_new_tokens" or "max_seq_len"; an EOS token is among `tokens`.
+    `seconds` is the whole request, `prefill_seconds` its part up to the first token."""
+
+    tokens: list[int]
+    finish: str
+    stats: SpeculativeStats
+    seconds: float
+    prefill_seconds: float
+
+
+class SpeculativeDecoder:
+    """Runs a target with any proposer, or with none: `num_drafts` 0 is the plain run.
+
+    `eos_token_ids` end a request. The levers say whether the drafter sees the prompt, and with refeed its rows are
+    completed from the target's hidden rows before each propose; the row policy is the proposer's own.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: DraftProposer | None,
+        num_drafts: int,
+        eos_token_ids: Sequence[int] = (),
+        levers: ModelLevers | None = None,
+        stream: StreamLike | None = None,
+    ) -> None:
+        self.target, self.num_drafts = target, count("num_drafts", num_drafts, 0)
+        self.proposer = proposer if num_drafts else None
+        if num_drafts and proposer is None:
+            raise InvalidArgumentError("num_drafts", num_drafts, "0 without a proposer")
+        self.eos = frozenset(check_token("eos_token_ids", token, target.vocab_size) for token in eos_token_ids)
+        self.levers = levers or ModelLevers()
+        self.stream: StreamLike = target.gpu.default_stream() if stream is None else stream
+        self._ctx = ForwardContext(target.buffers, target.gpu, target.config, self.levers)
+
+    # ------------------------------------------------------------ states
+
+    def alloc_state(self) -> DecodeState:
+        """A sequence without tokens."""
+        gpu, proposer = self.target.gpu, self.proposer
+        state = DecodeState(self.target.alloc_state(), None)
+        if proposer is not None:
+            try:
+                state.draft = proposer.alloc_state_for(gpu, self.target.max_seq_len)
+            except BaseException:
+                self.target.free_state(state.target)
+                raise
+        return state
+
+    def free_state(self, state: DecodeState) -> None:
+        """Give back everything that a sequence holds. A second call does nothing."""
+        if self.proposer is not None and state.draft is not None:
+            self.proposer.free_state(self.target.gpu, state.draft)
+        self.target.free_state(state.target)
+
+    # ------------------------------------------------------------ the loop
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        state: DecodeState | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+    ) -> Generation:
+        """Continue `prompt` greedily by at most `max_new_tokens` tokens; `on_tokens` sees them step by step.
+
+        With a `state` of an earlier request, `prompt` is what follows that request's tokens; the state then holds this
+        request too, trimmed to what was emitted. An empty prompt, ids out of the vocabulary, a prompt beyond max_seq_len and
+        KvCacheExhausted leave the state usable; after drafts that are refused it is only good to be freed.
+        """
+        limit = count("max_new_tokens", max_new_tokens)
+        if state is not None:
+            return self._generate(prompt, limit, state, on_tokens)
+        state = self.alloc_state()
+        try:
+            return self._generate(prompt, limit, state, on_tokens)
+        finally:
+            self.free_state(state)
+
+    def _generate(
+        self, prompt: Sequence[int], limit: int, state: DecodeState, on_tokens: Callable[[list[int]], None] | None
+    ) -> Generation:
+        started = time.perf_counter()
+        tokens = [self._prefill(prompt, state)]
+        prefilled = time.perf_counter()
+        stats = SpeculativeStats()
+        if on_tokens is not None:
+            on_tokens(tokens[:])
+        while (finish := self._finish(tokens, limit, state)) is None:
+            new = self._step(state, limit - len(tokens), stats)
+            tokens += new
+            if on_tokens is not None:
+                on_tokens(new)
+        return Generation(tokens, finish, stats, time.perf_counter() - started, prefilled - started)
+
+    def _finish(self, tokens: list[int], limit: int, state: DecodeState) -> str | None:
+        if tokens[-1] in self.eos:
+            return EOS
+        if len(tokens) >= limit:
+            return MAX_NEW_TOKENS
+        return MAX_SEQ_LEN if state.target.seq_len >= self.target.max_seq_len else None
+
+    def _prefill(self, prompt: Sequence[int], state: DecodeState) -> int:
+        """The prompt through the target and, if the levers say so, the drafter. Gives the first new token."""
+        seq, before = state.target, state.target.seq_len
+        tokens = list(prompt) if state.pending is None else [state.pending, *prompt]
+        if not tokens:
+            raise InvalidArgumentError("prompt", tokens, "at least one token is needed")
+        first = self.target.prefill(tokens, seq, self.stream).picks[-1]
+        if self.proposer is not None and state.draft is not None and self.levers.drafter_prefill:
+            try:
+                if before == 0:
+                    self.proposer.prefill_drafter(seq.tokens, seq.hidden_row(0), state.draft, self._ctx, self.stream)
+                else:
+                    self._catch_up(state)
+            except SparkError:
+                self.target.rollback(len(tokens), seq)
+                raise
+        state.pending = first
+        return first
+
+    def _step(self, state: DecodeState, limit: int, stats: SpeculativeStats) -> list[int]:
+        """Propose, verify, accept. Gives the tokens emitted, 1 to `limit` of them."""
+        seq, token = state.target, state.pending
+        assert token is not None
+        drafts = self._propose(token, state)
+        picks = self.target.verify([token, *drafts], seq, self.stream).picks
+
+        accepted = accepted_prefix(drafts, picks)
+        stats.add(len(drafts), accepted)
+        new = self._until_the_end(list(picks[: accepted + 1]), limit)
+
+        # The last token emitted is not kept in the state: where the request ends among accepted drafts, what is kept is
+        # what a verify that accepted only those before it would have left.
+        kept = len(new) - 1
+        self.target.rollback(len(drafts) - kept, seq)
+        if drafts:
+            assert self.proposer is not None
+            assert state.draft is not None
+            self.proposer.after_verify(kept, state.draft, self.stream)
+        state.pending = new[-1]
+        return new
+
+    def _until_the_end(self, new: list[int], limit: int) -> list[int]:
+        """`new` up to and including the first EOS, `limit` tokens at most."""
+        end = next((i + 1 for i, token in enumerate(new) if token in self.eos), len(new))
+        return new[: min(end, limit)]
+
+    # ------------------------------------------------------------ the drafter's part
+
+    def _propose(self, token: int, state: DecodeState) -> list[int]:
+        """Drafts after `token`: fewer than `num_drafts`, or none, where the target has no room to verify them."""
+        seq = state.target
+        wanted = min(self.num_drafts, self.target.room(seq) - 1)
+        if self.proposer is None or state.draft is None or wanted < 1:
+            return []
+        if self.levers.refeed:
+            self._catch_up(state)
+        hidden = seq.hidden_row(seq.seq_len - 1)
+        drafts = self.proposer.propose(token, hidden, seq.seq_len, wanted, state.draft, self._ctx, self.stream)
+        if len(drafts) > wanted:
+            raise InvalidArgumentError("drafts", len(drafts), f"at most the {wanted} that were asked for")
+        return [check_token(f"drafts[{j}]", draft, self.target.vocab_size) for j, draft in enumerate(drafts)]
+
+    def _catch_up(self, state: DecodeState) -> None:
+        """Feed the drafter the rows that it lacks, from the target's own hidden rows."""
+        seq, proposer = state.target, self.proposer
+        assert proposer is not None
+        assert state.draft is not None
+        missing = catchup_range(proposer.last_pair_key(state.draft), seq.seq_len, 0, seq.seq_len)
+        if missing is None:
+            return
+        first, keys = missing
+        rows = proposer.drafter_rows(state.draft)
+        tokens, hidden = seq.tokens[first : first + keys + 1], seq.hidden_row(first)
+        proposer.catchup_drafter(tokens, hidden, rows, first + 1, state.draft, self._ctx, self.stream)

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The small models that verify drafts."""
+
+from .base import Target, TargetRows, TargetState
+from .qwen3_next import Qwen3NextTarget
+from .weights import LayerWeights, TargetWeights, load_target_weights
+
+__all__ = [
+    "LayerWeights",
+    "Qwen3NextTarget",
+    "Target",
+    "TargetRows",
+    "TargetState",
+    "TargetWeights",
+    "load_target_weights",
+]
