@@ -354,29 +354,25 @@ class CudaDevice(RawDevice):
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
         """A closure that packs one launch's values and queues it; its argument buffer is reused under a lock."""
         layout = Layout(kernel.signature)
-        pointers, scalars = bytearray(max(layout.pointers.size, 8)), bytearray(max(layout.scalars.size, 8))
-        bases = {is_pointer: _address(buffer) for is_pointer, buffer in ((True, pointers), (False, scalars))}
-        places = [bases[is_pointer] + start for is_pointer, start in layout.starts]
-        table = (ctypes.c_void_p * max(len(places), 1))(*places)
+        buffer = bytearray(max(layout.packed.size, 8))
+        base = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
+        table = (ctypes.c_void_p * max(len(layout.starts), 1))(*(base + start for _, start in layout.starts))
         tail = (ctypes.addressof(table),) if cooperative else (ctypes.addressof(table), 0)
-        pack_pointers, pack_scalars = layout.pointers.pack_into, layout.scalars.pack_into
-        function, geometry = kernel.raw.ptr, (*grid, *block, shared)
         call = self._driver.launchCooperativeKernel if cooperative else self._driver.launchKernel
-        lock, bound = threading.Lock(), self._bound
+        pack, lock, errors = layout.packed.pack_into, threading.Lock(), self._api.errors
+        before = (kernel.raw.ptr, *grid, *block, shared)
+        several, bound = self._several, self._bound
         # The module and the argument table live as long as the closure.
-        keep = (kernel.raw, table, pointers, scalars)
+        keep = (kernel.raw, table)
 
-        def launch(stream: int, addresses: Sequence[int], values: Sequence[Any], _keep: object = keep) -> None:
-            if self._several or not getattr(bound, "done", False):
+        def launch(stream: int, pointers: Sequence[int], scalars: Sequence[Any], _keep: object = keep) -> None:
+            if several or not getattr(bound, "done", False):
                 self.activate()
-            if self._lost is not None:
-                raise self._lost
             with lock:
-                pack_pointers(pointers, 0, *addresses)
-                pack_scalars(scalars, 0, *values)
+                pack(buffer, 0, *pointers, *scalars)
                 try:
-                    call(function, *geometry, stream, *tail)
-                except self._api.errors as error:
+                    call(*before, stream, *tail)
+                except errors as error:
                     raise self._error(f"launch of {kernel.name} (grid {grid}, block {block})", error) from None
 
         return launch
@@ -491,10 +487,6 @@ _ATTRIBUTES = {
     "CooperativeLaunch": 95,
     "MaxSharedMemoryPerBlockOptin": 97,
 }
-
-
-def _address(buffer: bytearray) -> int:
-    return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
 
 
 class CudaBackend(CheckedBackend):

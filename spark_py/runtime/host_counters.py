@@ -170,6 +170,18 @@ class HostCounters(CheckedBackend):
         super().launch_graph(graph, stream)
         self.graph_launch_count += 1
 
+    def launch_typed(
+        self,
+        func: KernelHandle,
+        grid: Sequence[int],
+        block: Sequence[int],
+        shared_mem: int,
+        stream: StreamLike,
+        args: Sequence[Argument],
+        kinds: Sequence[Kind] | None = None,
+    ) -> None:
+        self._launch(func, grid, block, shared_mem, stream, args, kinds, False)
+
     def _launch(
         self,
         func: KernelHandle,

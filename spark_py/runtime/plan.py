@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """Plan: a launch with everything settled but its stream and arguments.
 
-Arguments are packed in two groups, pointers and scalars, each with one `struct` call. The parameter table of a launch
-may point anywhere, so the groups need not follow the parameters' order.
+Arguments are packed by one `struct` call, all pointers before all scalars: the parameter table of a launch may point
+anywhere, so the buffer need not follow the parameters' order, and each group is taken from the arguments in one step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ __all__ = ["Layout", "Plan"]
 _SLOT = {Kind.F32: "f4x", Kind.F64: "d", Kind.W64: "Q", Kind.U64: "Q", Kind.I64: "q"}
 _SLOT |= {Kind.U32: "I4x", Kind.W32: "I4x", Kind.I32: "i4x"}
 _SLOT |= {Kind.U16: "H6x", Kind.W16: "H6x", Kind.I16: "h6x", Kind.U8: "B7x", Kind.W8: "B7x", Kind.I8: "b7x"}
+
+
+_MOST_SEEN = 4096
 
 
 class _Unusual:
@@ -44,21 +47,22 @@ def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 class Layout:
-    """Where the arguments of a signature stand: pointers in one buffer, scalars and bytes in another."""
+    """Where the arguments of a signature stand in a launch's buffer: the pointers, then scalars and bytes."""
 
-    __slots__ = ("pointer_at", "pointers", "scalar_at", "scalars", "starts")
+    __slots__ = ("packed", "pointer_at", "scalar_at", "scalars", "starts")
 
     def __init__(self, signature: Signature) -> None:
         params = signature.params
         self.pointer_at = [i for i, p in enumerate(params) if p.kind is Kind.PTR]
         self.scalar_at = [i for i, p in enumerate(params) if p.kind is not Kind.PTR]
-        self.pointers = struct.Struct(f"={len(self.pointer_at)}Q")
-        self.scalars = struct.Struct("=" + "".join(self._format(params[i]) for i in self.scalar_at))
+        scalars = "".join(self._format(params[i]) for i in self.scalar_at)
+        self.scalars = struct.Struct("=" + scalars)
+        self.packed = struct.Struct(f"={len(self.pointer_at)}Q" + scalars)
         self.starts: list[tuple[bool, int]] = [(True, 0)] * len(params)
-        """Per parameter: whether it stands among the pointers, and its byte offset there."""
+        """Per parameter: whether it stands among the pointers, and its byte offset in `packed`."""
         for n, i in enumerate(self.pointer_at):
             self.starts[i] = (True, 8 * n)
-        at = 0
+        at = 8 * len(self.pointer_at)
         for i in self.scalar_at:
             self.starts[i] = (False, at)
             at += struct.calcsize("=" + self._format(params[i]))
@@ -76,6 +80,9 @@ class Plan:
     `classes` are the types of plain arguments; a call whose types are exactly these needs only its pointers looked up,
     and `struct` finds numbers out of range; `masks` are the address bits that each pointer must have
     clear. `run(stream, pointers, scalars)` packs and queues.
+
+    `seen` holds the address tuples that were found alive and aligned; it belongs to one state of the ledger,
+    `seen_in`, and is void after any free.
     """
 
     __slots__ = (
@@ -90,6 +97,8 @@ class Plan:
         "pick_pointers",
         "pick_scalars",
         "run",
+        "seen",
+        "seen_in",
         "shared",
     )
 
@@ -105,6 +114,14 @@ class Plan:
         self.masks = tuple(kernel.alignments[i] - 1 for i in self.layout.pointer_at)
         self.pick_pointers = _picker(self.layout.pointer_at)
         self.pick_scalars = _picker(self.layout.scalar_at)
+        self.seen: set[tuple[int, ...]] = set()
+        self.seen_in: object = None
+
+    def saw(self, addresses: tuple[int, ...], ledger: object) -> None:
+        """Remember addresses that passed, with the state of the ledger that they passed in."""
+        if self.seen_in is not ledger or len(self.seen) >= _MOST_SEEN:
+            self.seen, self.seen_in = set(), ledger
+        self.seen.add(addresses)
 
     def merge(self, pointers: Sequence[int], scalars: Sequence[Any]) -> list[Any]:
         """The values in parameter order."""

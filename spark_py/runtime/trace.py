@@ -78,11 +78,11 @@ class LaunchTrace:
     def __enter__(self) -> LaunchTrace:
         if self._gpu._trace is not None:
             raise InvalidArgumentError("trace", "a second one", "one trace at a time on a backend")
-        self._gpu._trace = self
+        self._gpu._follow(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._gpu._trace = None
+        self._gpu._follow(None)
         if self._current:
             self.step()
 
@@ -133,13 +133,14 @@ class LaunchTrace:
         if not -len(self.steps) <= step < len(self.steps):
             raise InvalidArgumentError("step", step, f"{len(self.steps)} steps are recorded")
         gpu, target = self._gpu, stream if stream is not None else self._gpu.default_stream()
-        active, gpu._trace = gpu._trace, None
+        active = gpu._trace
+        gpu._follow(None)
         done = 0
         try:
             for entry in self.steps[step]:
                 done += self._replay_one(entry, target)
         finally:
-            gpu._trace = active
+            gpu._follow(active)
         return done
 
     def _replay_one(self, entry: Entry, stream: int) -> int:

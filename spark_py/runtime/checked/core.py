@@ -97,6 +97,8 @@ class Core(GpuBackend):
         self._ended_captures: dict[int, Capture] = {}
         self._handle_numbers = itertools.count(1)
         self._trace: LaunchTrace | None = None
+        # Whether launches have a follower: a trace, debugging, or streams of other libraries.
+        self._watching = debug_sync_kernels
         self._keep_alive: dict[int, dict[int, object]] = {}
         # No capture begins and no stream dies while a thread waits for a list of streams.
         self._wait_lock = threading.RLock()
@@ -126,6 +128,11 @@ class Core(GpuBackend):
     def closed(self) -> bool:
         return self._closed
 
+    def _follow(self, trace: LaunchTrace | None) -> None:
+        """Set or clear the trace that operations are told to."""
+        self._trace = trace
+        self._watching = trace is not None or self._debug_sync or bool(self._foreign_streams)
+
     # ------------------------------------------------------------ guards
 
     def _stream(self, stream: StreamLike) -> int:
@@ -143,6 +150,7 @@ class Core(GpuBackend):
             event = self._device.create_event(False)
             with self._lock:
                 self._foreign_streams[raw] = event
+                self._watching = True
         return raw
 
     def _own_stream(self, stream: object) -> int:
@@ -190,11 +198,6 @@ class Core(GpuBackend):
             for stream in [s for s, c in self._captures.items() if c is capture]:
                 del self._captures[stream]
             return active
-
-    @property
-    def _watching(self) -> bool:
-        """Whether launches have a follower: a trace, debugging, or streams of other libraries."""
-        return self._trace is not None or self._debug_sync or bool(self._foreign_streams)
 
     def _queued(self, stream: int, *allocations: Allocation) -> None:
         """After work was queued: remember what memory a capture uses, and how far another library's stream got."""
