@@ -120,7 +120,7 @@ def test_pieces_through_two_buffers(
         tensors[f"f{i}"] = (rng.standard_normal(count).astype(np.float32), D.F32)
     calls: list[tuple[int, int, str]] = []
     with WeightStore.open(write(tmp_path / "x.safetensors", tensors, 1)) as store:
-        store.load(gpu, tensors, progress=lambda *call: calls.append(call), convert={"F32": "BF16"})
+        store.load(gpu, reversed(tensors), progress=lambda *call: calls.append(call), convert={"F32": "BF16"})
         for name, (array, dtype) in tensors.items():
             want = bits_to_bf16(array).tobytes() if dtype is D.F32 else array.tobytes()
             assert device_bytes(gpu, store.get(name)) == want, name
@@ -129,6 +129,45 @@ def test_pieces_through_two_buffers(
     assert {c[1] for c in calls} == {total}
     assert calls[-1][0] == total
     assert list(dict.fromkeys(c[2] for c in calls)) == list(tensors), "file order"
+
+
+@pytest.mark.parametrize("chunk", [128, 1024])
+def test_a_buffer_is_not_written_while_a_copy_may_still_read_it(
+    gpu: GpuBackend, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """The slowest stream there can be: nothing is copied before somebody waits for it."""
+    queued: list[Any] = []
+    really_copy, really_wait = gpu.copy_h2d_async_retained, gpu.synchronize
+    events_ahead = [0]
+
+    def copy(src: Any, dst: DevicePtr, stream: Any) -> None:
+        assert src.ctypes.data % 64 == 0
+        queued.append((src, dst, stream))
+
+    def drain(until: int | None) -> None:
+        while queued and (until is None or until in queued):
+            operation = queued.pop(0)
+            if isinstance(operation, tuple):
+                really_copy(*operation)
+                really_wait(operation[2])
+
+    def record(event: int, stream: Any) -> None:
+        events_ahead.append(sum(isinstance(operation, int) for operation in queued))
+        queued.append(event)
+
+    monkeypatch.setattr(upload_module, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(gpu, "copy_h2d_async_retained", copy)
+    monkeypatch.setattr(gpu, "record_event", record)
+    monkeypatch.setattr(gpu, "event_synchronize", drain)
+    monkeypatch.setattr(gpu, "synchronize", lambda stream: drain(None))
+    counts = [int(n) for n in rng.integers(1, 5 * chunk, 12)]
+    tensors = {f"w{i}": (random_tensor(rng, D.U8, n), D.U8) for i, n in enumerate(counts)}
+    with WeightStore.open(write(tmp_path / "x.safetensors", tensors)) as store:
+        store.load(gpu, tensors)
+        assert not queued, "load waits for its copies"
+        for name, (array, _) in tensors.items():
+            assert device_bytes(gpu, store.get(name)) == array.tobytes(), name
+    assert max(events_ahead) == 1, "one buffer is filled while the other is copied"
 
 
 @pytest.mark.host_only("counts operations")

@@ -156,6 +156,13 @@ def test_extra_weights_replace(gpu: GpuBackend, tmp_path: Path) -> None:
         assert [store.read(n).tolist() for n in "abc"] == [[7, 8], [2], [9]]
 
 
+def test_extra_weights_settle_what_the_shards_dispute(tmp_path: Path) -> None:
+    write(tmp_path / ONE, {"a": f32(1)})
+    write(tmp_path / TWO, {"a": f32(2)})
+    write(tmp_path / "extra_weights.safetensors", {"a": f32(3)})
+    assert WeightStore.open(tmp_path).read("a").tolist() == [3]
+
+
 @pytest.mark.parametrize("with_index", [False, True])
 def test_copies_that_differ_in_shape_are_refused(tmp_path: Path, with_index: bool) -> None:
     write(tmp_path / ONE, {"a": f32(1)})

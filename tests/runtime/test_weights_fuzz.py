@@ -215,6 +215,13 @@ def test_the_values_at_fault_are_named(tmp_path: Path, header: Any, data: int, t
     same_as_the_library(path)
 
 
+@pytest.mark.parametrize(
+    "header", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' + b"9" * 5000 + b"}", b'{"\\ud800":1}']
+)
+def test_json_that_python_reads_otherwise(tmp_path: Path, header: bytes) -> None:
+    same_as_the_library(write_raw(tmp_path / "x.safetensors", header, b""))
+
+
 @pytest.mark.parametrize("length", [2**60, 2**63, 2**64 - 1, 10**8 + 1, 10**8, 2**31, 200])
 def test_a_huge_header_length_takes_no_memory(tmp_path: Path, length: int) -> None:
     path = write_raw(tmp_path / "x.safetensors", b"{}", b"", length)
