@@ -151,8 +151,8 @@ class SpeculativeDecoder:
     ) -> Generation:
         """Continue `prompt` greedily by at most `max_new_tokens` tokens; `on_tokens` sees them step by step.
 
-        With a `state` of an earlier request, `prompt` is what follows that request's tokens; the state then holds this
-        request too, trimmed to what was emitted. An empty prompt, ids out of the vocabulary, a prompt beyond max_seq_len and
+        With a `state` of an earlier request, `prompt` follows that request's tokens; the state then holds this request
+        too, trimmed to what was emitted. An empty prompt, ids out of the vocabulary, a prompt beyond max_seq_len and
         KvCacheExhausted leave the state usable; after drafts that are refused it is only good to be freed.
         """
         limit = count("max_new_tokens", max_new_tokens)

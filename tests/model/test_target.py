@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The dense target: its numbers, the independence of its rows, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from spark_py.model.target import Qwen3NextTarget, TargetRows, TargetState, load_target_weights
+from spark_py.runtime.errors import (
+    CapacityError,
+    InvalidArgumentError,
+    KvCacheExhausted,
+    MissingWeightError,
+    ReleasedError,
+    UnsupportedError,
+)
+from spark_py.runtime.gpu import GpuBackend, KernelHandle
+from spark_py.runtime.weights import WeightStore
+from tests.model.tiny import BF16, Array, Tiny, open_target, oracle, write_tiny
+
+ROUNDINGS_A_LAYER = 9
+"""BF16 stores in a row through a layer: norm, projection, head norm, RoPE, attention, gate, projection, sum; as many
+through the FFN, of which the branch and the sum add to the stream."""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, rng: np.random.Generator) -> Tiny:
+    return write_tiny(tmp_path / "model", rng)
+
+
+def ids(rng: np.random.Generator, count: int, vocab: int = 300) -> list[int]:
+    found: list[int] = rng.integers(0, vocab, count).tolist()
+    return found
+
+
+def hidden(target: Qwen3NextTarget, ptr: Any, rows: int) -> Array:
+    """`rows` hidden rows as bits."""
+    found = np.empty((rows, target.config.hidden_size), np.uint16)
+    target.gpu.copy_d2h(ptr, found.view(np.uint8))
+    return found
+
+
+def kv(target: Qwen3NextTarget, state: TargetState) -> list[Array]:
+    """The bits of every KV row of a sequence, by layer and side."""
+    found = []
+    for layer in range(target.config.num_hidden_layers):
+        for side in (0, 1):
+            blocks = [target.kv_cache.read_block(layer, block)[side] for block in state.block_table]
+            rows = np.concatenate(blocks).view(np.uint16).reshape(len(blocks) * 16, -1)
+            found.append(rows[: state.seq_len])
+    return found
+
+
+class Trail:
+    """What a sequence gave, row by row: logits, picks, hidden, and its KV at the end."""
+
+    def __init__(self, target: Qwen3NextTarget) -> None:
+        self.target, self.state = target, target.alloc_state()
+        self.logits: list[Array] = []
+        self.picks: list[int] = []
+
+    def verify(self, tokens: Sequence[int]) -> None:
+        self._take(self.target.verify(tokens, self.state, self.target.gpu.default_stream(), True))
+
+    def decode(self, token: int) -> None:
+        self._take(self.target.decode(token, self.state, self.target.gpu.default_stream(), True))
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._take(self.target.prefill(tokens, self.state, self.target.gpu.default_stream(), True))
+
+    def _take(self, rows: TargetRows) -> None:
+        assert rows.logits is not None
+        assert len(rows.logits) == len(rows.picks)
+        self.logits += list(rows.logits.view(np.uint16))
+        self.picks += rows.picks
+
+    def bits(self) -> list[Array]:
+        rows = hidden(self.target, self.state.hidden_row(0), self.state.seq_len)
+        return [rows, *kv(self.target, self.state)]
+
+    def close(self) -> None:
+        self.target.free_state(self.state)
+
+
+def test_logits_and_hidden_are_those_of_the_formulas(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+    """A BF16 store errs by 2**-9 relative at most, by 2**-9 / sqrt(3) on average, independently of the others."""
+    tokens = ids(rng, 40)
+    wanted_logits, wanted_hidden = oracle(tiny, tokens)
+    with open_target(gpu, tiny) as target:
+        trail = Trail(target)
+        trail.verify(tokens)
+        logits = np.array(trail.logits).view(BF16).astype(np.float64)
+        rows = hidden(target, trail.state.hidden_row(0), len(tokens)).view(BF16).astype(np.float64)
+        picks = trail.picks
+        trail.close()
+    stores = ROUNDINGS_A_LAYER * target.config.num_hidden_layers + 3
+    bound = 2 * 2.0**-9 / np.sqrt(3) * np.sqrt(stores)
+    for got, wanted in ((logits, wanted_logits), (rows, wanted_hidden)):
+        error = np.linalg.norm(got - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+        assert error.max() < 2 * bound, f"relative L2 error of a row is {error.max():.4f}"
+        assert np.sqrt(np.mean(error**2)) < bound
+    two = np.sort(wanted_logits, axis=1)[:, -2:]
+    clear = two[:, 1] - two[:, 0] > 2 * np.abs(logits - wanted_logits).max()
+    assert clear.mean() > 0.5
+    assert (np.array(picks) == wanted_logits.argmax(1))[clear].all()
+    assert picks == logits.argmax(1).tolist(), "equal maxima give the lowest id"
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_a_row_has_the_same_bits_whatever_the_number_of_rows(
+    gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, rows: int
+) -> None:
+    tokens = ids(rng, 37)
+    with open_target(gpu, tiny) as target:
+        single, grouped = Trail(target), Trail(target)
+        for token in tokens:
+            single.decode(token)
+        for first in range(0, len(tokens), rows):
+            grouped.verify(tokens[first : first + rows])
+        np.testing.assert_array_equal(single.logits, grouped.logits)
+        assert single.picks == grouped.picks
+        for one, other in zip(single.bits(), grouped.bits(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        single.close()
+        grouped.close()
+
+
+@pytest.mark.parametrize("how", ["prefill", "decode", "verify", "prefill in parts", "after a rollback"])
+def test_a_row_has_the_same_bits_however_the_kv_before_it_was_written(
+    gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, how: str
+) -> None:
+    tokens, after = ids(rng, 35), ids(rng, 4)
+    with open_target(gpu, tiny) as target:
+        wanted, got = Trail(target), Trail(target)
+        wanted.prefill(tokens)
+        if how == "prefill":
+            got.prefill(tokens)
+        elif how == "decode":
+            for token in tokens:
+                got.decode(token)
+        elif how == "verify":
+            for first in range(0, len(tokens), 3):
+                got.verify(tokens[first : first + 3])
+        elif how == "prefill in parts":
+            got.prefill(tokens[:17])
+            got.prefill(tokens[17:])
+        else:
+            got.prefill(tokens[:20])
+            got.verify(ids(rng, 6))
+            target.rollback(6, got.state)
+            got.verify([*tokens[20:30], *ids(rng, 9)])
+            target.rollback(9, got.state)
+            got.prefill(tokens[30:])
+        assert got.state.tokens == tokens
+        for one, other in zip(wanted.bits(), got.bits(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        wanted.logits.clear()
+        got.logits.clear()
+        wanted.verify(after)
+        for token in after:
+            got.decode(token)
+        np.testing.assert_array_equal(wanted.logits, got.logits)
+        wanted.close()
+        got.close()
+
+
+def test_the_single_row_kernels_give_the_same_bits(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+    """A kernel set without the batched GEMV and the batched argmax is slower, not different."""
+    tokens = ids(rng, 21)
+    with open_target(gpu, tiny) as target:
+        batched, looped = Trail(target), Trail(target)
+        batched.verify(tokens)
+        target._gemv_batchm_k = target._argmax_batch_k = KernelHandle(0)
+        looped.verify(tokens)
+        np.testing.assert_array_equal(batched.logits, looped.logits)
+        assert batched.picks == looped.picks
+        batched.close()
+        looped.close()
+
+
+def test_a_small_arena_gives_the_same_bits(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+    tokens = ids(rng, 23)
+    found = []
+    for rows in (5, 32):
+        with open_target(gpu, tiny, max_batch_tokens=rows) as target:
+            assert target.chunk_rows == min(rows, 16)
+            trail = Trail(target)
+            trail.verify(tokens)
+            found.append(np.array(trail.logits))
+            trail.close()
+    np.testing.assert_array_equal(*found)
+
+
+def test_sequences_do_not_touch_each_other(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+    first, second = ids(rng, 30), ids(rng, 30)
+    with open_target(gpu, tiny) as target:
+        alone, one, two = Trail(target), Trail(target), Trail(target)
+        alone.verify(first)
+        for start in range(0, 30, 5):
+            one.verify(first[start : start + 5])
+            two.verify(second[start : start + 5])
+        np.testing.assert_array_equal(alone.logits, one.logits)
+        assert not set(one.state.block_table) & set(two.state.block_table)
+        for trail in (alone, one, two):
+            trail.close()
+        assert target.kv_cache.num_free_blocks() == target.kv_cache.num_blocks()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("bad", [-1, 300, 2**32 - 1, np.int32(-1), True, 1.5, "3", None])
+def test_ids_out_of_the_vocabulary_are_refused(gpu: GpuBackend, tiny: Tiny, bad: Any) -> None:
+    with open_target(gpu, tiny) as target:
+        trail = Trail(target)
+        trail.prefill([1, 2, 3])
+        before = trail.bits()
+        with pytest.raises(InvalidArgumentError, match=r"tokens\[1\]") as caught:
+            trail.verify([4, bad])
+        assert caught.value.value is bad
+        assert trail.state.tokens == [1, 2, 3]
+        for one, other in zip(before, trail.bits(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        trail.close()
+
+
+def test_no_tokens_and_too_many_are_refused(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+    with open_target(gpu, tiny, max_seq_len=40) as target:
+        trail = Trail(target)
+        with pytest.raises(InvalidArgumentError, match="tokens"):
+            trail.prefill([])
+        with pytest.raises(CapacityError) as caught:
+            trail.prefill(ids(rng, 41))
+        assert (caught.value.value, caught.value.capacity) == (41, 40)
+        assert trail.state.block_table == []
+        trail.prefill(ids(rng, 40))
+        assert target.room(trail.state) == 0
+        with pytest.raises(CapacityError):
+            trail.decode(1)
+        with pytest.raises(InvalidArgumentError, match="40 tokens to drop"):
+            target.rollback(41, trail.state)
+        target.rollback(1, trail.state)
+        trail.decode(1)
+        trail.close()
+
+
+def test_without_blocks_only_the_asking_sequence_fails(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+    tokens = ids(rng, 20)
+    with open_target(gpu, tiny, num_blocks=3) as target:
+        one, two = Trail(target), Trail(target)
+        one.prefill(tokens)
+        two.prefill(tokens[:16])
+        assert target.room(two.state) == 0
+        before = two.bits()
+        with pytest.raises(KvCacheExhausted) as caught:
+            two.decode(5)
+        assert (caught.value.need, caught.value.free) == (1, 0)
+        assert two.state.tokens == tokens[:16]
+        assert len(two.state.block_table) == 1
+        for a, b in zip(before, two.bits(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        one.verify(tokens[:3])
+        one.close()
+        two.decode(5)
+        two.close()
+        assert target.kv_cache.num_free_blocks() == 3
+
+
+def test_a_state_is_freed_once(gpu: GpuBackend, tiny: Tiny) -> None:
+    with open_target(gpu, tiny) as target:
+        trail = Trail(target)
+        trail.prefill([1, 2])
+        trail.close()
+        trail.close()
+        assert target.kv_cache.num_free_blocks() == target.kv_cache.num_blocks()
+        with pytest.raises(ReleasedError):
+            trail.decode(1)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_padding_rows_are_never_picked(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+    """The LM head is padded past the embedding table with rows that would win."""
+    plain = []
+    with open_target(gpu, tiny) as target:
+        trail = Trail(target)
+        trail.verify(range(20))
+        plain = trail.logits
+        trail.close()
+    head = tiny.weights["lm_head.weight"]
+    loud = (rng.standard_normal((20, head.shape[1])) * 100).astype(BF16)
+    tiny.weights["lm_head.weight"] = np.concatenate([head, loud])
+    tiny.raw["vocab_size"] = 320
+    tiny.save()
+    with open_target(gpu, tiny) as target:
+        assert target.vocab_size == 300
+        trail = Trail(target)
+        trail.verify(range(20))
+        np.testing.assert_array_equal(plain, trail.logits)
+        with pytest.raises(InvalidArgumentError):
+            trail.decode(300)
+        trail.close()
+
+
+def test_tied_and_wrapped_checkpoints_load(gpu: GpuBackend, tiny: Tiny) -> None:
+    """The LM head may be the embedding table, and the text model may stand within a larger one."""
+    del tiny.weights["lm_head.weight"]
+    tiny.raw["tie_word_embeddings"] = True
+    found = []
+    for prefix in ("model.", "model.language_model."):
+        tiny.weights = {
+            prefix + name.removeprefix("model.") if name.startswith("model.") else name: value
+            for name, value in tiny.weights.items()
+        }
+        tiny.save()
+        with open_target(gpu, tiny) as target:
+            trail = Trail(target)
+            trail.verify(range(10))
+            found.append(np.array(trail.logits))
+            trail.close()
+    np.testing.assert_array_equal(*found)
+
+
+def test_f32_weights_become_bf16(gpu: GpuBackend, tiny: Tiny) -> None:
+    found = []
+    for _ in range(2):
+        with open_target(gpu, tiny) as target:
+            trail = Trail(target)
+            trail.verify(range(10))
+            found.append(np.array(trail.logits))
+            trail.close()
+        tiny.weights = {name: value.astype(np.float32) for name, value in tiny.weights.items()}
+        tiny.save()
+    np.testing.assert_array_equal(*found)
+
+
+def refused(gpu: GpuBackend, tiny: Tiny, kind: type[Exception], words: str) -> None:
+    """Loading raises, says `words`, and leaves nothing on the device."""
+    before = gpu.live_bytes()
+    with WeightStore.open(tiny.folder) as store, pytest.raises(kind, match=words):
+        load_target_weights(store, tiny.config, gpu)
+    assert gpu.live_bytes() == before
+
+
+def test_missing_tensors_are_all_named(gpu: GpuBackend, tiny: Tiny) -> None:
+    del tiny.weights["model.layers.1.mlp.up_proj.weight"]
+    del tiny.weights["model.norm.weight"]
+    tiny.save()
+    with WeightStore.open(tiny.folder) as store, pytest.raises(MissingWeightError) as caught:
+        load_target_weights(store, tiny.config, gpu)
+    assert caught.value.missing == ("model.norm.weight", "model.layers.1.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (128, 64)),
+        ("model.layers.1.mlp.down_proj.weight", (96, 64)),
+        ("model.norm.weight", (65,)),
+        ("lm_head.weight", (300, 32)),
+        ("model.embed_tokens.weight", (300 * 64,)),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(gpu: GpuBackend, tiny: Tiny, name: str, shape: tuple[int, ...]) -> None:
+    tiny.weights[name] = np.ones(shape, BF16)
+    tiny.save()
+    refused(gpu, tiny, InvalidArgumentError, name)
+
+
+def test_other_dtypes_and_layers_are_refused(gpu: GpuBackend, tiny: Tiny) -> None:
+    tiny.weights["model.norm.weight"] = np.ones(64, np.float16)
+    save_file(tiny.weights, tiny.folder / "model.safetensors")
+    refused(gpu, tiny, UnsupportedError, r"model\.norm\.weight.*F16")
+    for field, value, words in (
+        ("attn_output_gate", False, "attn_output_gate"),
+        ("hidden_size", 60, "hidden_size is 60"),
+        ("head_dim", 24, "head_dim is 24"),
+    ):
+        tiny.raw[field], old = value, tiny.raw.get(field)
+        tiny.save()
+        refused(gpu, tiny, (UnsupportedError, InvalidArgumentError), words)  # type: ignore[arg-type]
+        tiny.raw[field] = old
