@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Twin of `layers/mtp_head/`: the draft head of Qwen3-Next, 3.5 and 3.6. One file a Rust file."""
+
+from __future__ import annotations
+
+from .draft_proposer import MtpHead
+from .types import MtpProposerState, MtpQuantization, NormConvention
+
+__all__ = ["MtpHead", "MtpProposerState", "MtpQuantization", "NormConvention"]

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Twin of `layers/mtp_head/forward.rs`: one row through the head, from a token and a hidden row to the next token."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+from ....ops.argmax import argmax_bf16
+from ....ops.embed_from_argmax import embed_from_argmax
+from ....ops.gemv import dense_gemv
+from ....ops.moe_silu_mul import silu_mul
+from ....ops.norm import residual_add_rms_norm, rms_norm
+from ....ops.paged_decode import paged_decode_attn
+from ....ops.reshape_and_cache import reshape_and_cache
+from ....ops.residual_add import bf16_concat, residual_add, sigmoid_gate_mul
+from ....ops.rope import rope
+from ....ops.ssm_preprocess import deinterleave_qg
+from ....runtime.gpu import DevicePtr, StreamLike
+from ....runtime.scratch import ScratchRegion
+from ...layer import AttnMetadataDev, ForwardContext
+from ...weight_map import DenseWeight
+from ..mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
+from .grammar import MaskWords, masked_argmax
+from .new import BF16_BYTES, KV_BLOCK_SIZE, MtpHeadNew, log
+from .types import MtpProposerState, NormConvention, ProjectionWeight
+
+__all__ = ["MtpHeadForward"]
+
+PLACEHOLDER = 0
+"""Returned instead of an id that stays on the device."""
+
+
+class MtpHeadForward(MtpHeadNew):
+    """The forward pass. Buffers are the arena's, under the names of its accessors."""
+
+    def forward_one(
+        self,
+        token: int,
+        target_hidden: DevicePtr,
+        position: int,
+        state: MtpProposerState,
+        ctx: ForwardContext,
+        stream: StreamLike,
+        draft_embed_target: DevicePtr | None = None,
+        grammar_bitmask: MaskWords | None = None,
+    ) -> int:
+        """Write pair key `position - 1` and give the guess for token `position + 1`.
+
+        token: an id of the embedding table, the token at `position`. target_hidden: BF16 [h], the hidden row of the
+        token before it; may be `hidden_states`, which holds this row's own on return: the next draft's hidden. With a
+        draft_embed_target and no mask the result is PLACEHOLDER and the id stays in `draft_token_id_dev`.
+        """
+        gpu, buf = self.gpu, ctx.buffers
+        h, hd, nq, nkv = self.h, self.hd, self.nq, self.nkv
+        hidden, residual, norm_output = buf.hidden_states(), buf.residual(), buf.norm_output()
+        row_bytes = h * BF16_BYTES
+
+        # 1. Embedding row.
+        embed = buf.ssm_qkvz()
+        gpu.copy_d2d_async(self.embed_tokens.weight.offset(token * row_bytes), embed, row_bytes, stream)
+
+        # 2. Norms of both inputs. From here on target_hidden is not read again.
+        normed_embed, normed_hidden = buf.ssm_deinterleaved(), buf.ssm_gates()
+        self._rms_norm(embed, self.pre_fc_norm_embedding, normed_embed, 1, h, stream)
+        self._rms_norm(target_hidden, self.pre_fc_norm_hidden, normed_hidden, 1, h, stream)
+
+        # 3. [embedding | hidden].  4. fc.  5. Residual.
+        concat = buf.ssm_ba()
+        bf16_concat(gpu, self.bf16_concat_k, normed_embed, normed_hidden, concat, h, stream)
+        self.gemv(concat, self.fc, hidden, h, 2 * h, stream)
+        gpu.copy_d2d_async(hidden, residual, row_bytes, stream)
+
+        # 6. Input norm.
+        self._rms_norm(hidden, self.input_layernorm, norm_output, 1, h, stream)
+
+        # 7. Projections: [Q | gate | K | V], then a norm of each head of Q and K.
+        q_elements, kv_elements = nq * hd, nkv * hd
+        q = buf.qkv_output()
+        gate = q.offset(q_elements * BF16_BYTES)
+        k = q.offset(2 * q_elements * BF16_BYTES)
+        v = k.offset(kv_elements * BF16_BYTES)
+        self.gemv(norm_output, self.q_proj, q, 2 * q_elements, h, stream)
+        deinterleave_qg(gpu, self.deinterleave_qg_k, q, 1, nq, hd, 2 * q_elements, stream)
+        self.gemv(norm_output, self.k_proj, k, kv_elements, h, stream)
+        self.gemv(norm_output, self.v_proj, v, kv_elements, h, stream)
+        self._rms_norm(q, self.q_norm, q, nq, hd, stream)
+        self._rms_norm(k, self.k_norm, k, nkv, hd, stream)
+
+        # 8. Attention over the drafter's own rows.
+        attn_output = buf.attn_output()
+        self._ensure_blocks(state, state.seq_len + 1)
+        with buf.lease(ScratchRegion.mtp_meta(len(state.block_table))) as lease:
+            meta = self._upload_meta(lease.ptr, lease.region.nbytes, position, state, stream)
+            self._attention(q, k, v, meta, attn_output, stream)
+        sigmoid_gate_mul(gpu, self.sigmoid_gate_mul_k, attn_output, gate, attn_output, q_elements, stream)
+
+        # 9. Output projection, residual, post-attention norm.
+        self.gemv(attn_output, self.o_proj, norm_output, h, q_elements, stream)
+        self._residual_add_rms_norm(hidden, norm_output, self.post_attn_layernorm, norm_output, residual, stream)
+
+        # 10. FFN and residual.
+        moe_output = self.dense_ffn_forward_generic(norm_output, ctx, stream)
+        residual_add(gpu, self.residual_add_k, hidden, moe_output, h, stream)
+
+        # 11. Final norm.  12. LM head.
+        self._rms_norm(hidden, self.norm, norm_output, 1, h, stream)
+        self._lm_head(norm_output, buf.logits(), stream)
+
+        # 13. Pick.
+        if self.levers.draft_conf_tau > 0.0:
+            self._measure_confidence(buf.logits(), stream)
+        picked = self._select(ctx, stream, draft_embed_target, grammar_bitmask)
+
+        # 14. The row counts from here on.
+        state.seq_len += 1
+        state.last_pair_key = position - 1
+        return picked
+
+    # ------------------------------------------------------------ pieces
+
+    def gemv(
+        self,
+        input: DevicePtr,  # noqa: A002 - the engine's name
+        proj: ProjectionWeight,
+        output: DevicePtr,
+        n: int,
+        k: int,
+        stream: StreamLike,
+    ) -> None:
+        """output [n] = proj [n, k] . input [k], by the kernel of the projection's format."""
+        dense_gemv(self.gpu, self.dense_gemv_k, input, proj, output, n, k, stream)
+
+    def dense_ffn_forward_generic(self, normed: DevicePtr, ctx: ForwardContext, stream: StreamLike) -> DevicePtr:
+        """down(silu(gate x) * up x) of one row; the address of the result, `moe_output`."""
+        gate_proj, up_proj, down_proj = self.dense_ffn_generic
+        gate, up, output = ctx.buffers.expert_gate_out(), ctx.buffers.expert_up_out(), ctx.buffers.moe_output()
+        self.gemv(normed, gate_proj, gate, self.inter, self.h, stream)
+        self.gemv(normed, up_proj, up, self.inter, self.h, stream)
+        silu_mul(self.gpu, self.moe_silu_mul_k, gate, up, gate, self.inter, stream)
+        self.gemv(gate, down_proj, output, self.h, self.inter, stream)
+        return output
+
+    def _rms_norm(
+        self, source: DevicePtr, weight: DenseWeight, output: DevicePtr, rows: int, width: int, stream: StreamLike
+    ) -> None:
+        rms_norm(self.gpu, self.rms_norm_k, source, weight, output, rows, width, self.eps, stream)
+
+    def _residual_add_rms_norm(
+        self,
+        hidden: DevicePtr,
+        src: DevicePtr,
+        weight: DenseWeight,
+        output: DevicePtr,
+        residual: DevicePtr,
+        stream: StreamLike,
+    ) -> None:
+        gpu, h = self.gpu, self.h
+        if self.norm_convention is NormConvention.ONE_PLUS_W:
+            kernel = self.residual_add_rms_norm_k
+            residual_add_rms_norm(gpu, kernel, hidden, src, weight, output, residual, 1, h, self.eps, stream)
+            return
+        # The fused kernel knows 1 + w alone. Its mean square is of the sums before rounding, this one's after.
+        residual_add(gpu, self.residual_add_k, hidden, src, h, stream)
+        gpu.copy_d2d_async(hidden, residual, h * BF16_BYTES, stream)
+        self._rms_norm(hidden, weight, output, 1, h, stream)
+
+    def _upload_meta(
+        self, base: DevicePtr, region_bytes: int, position: int, state: MtpProposerState, stream: StreamLike
+    ) -> AttnMetadataDev:
+        packed = pack_mtp_attn_meta(
+            position, self._slot(state, state.seq_len), state.seq_len + 1, state.block_table, region_bytes
+        )
+        self.gpu.copy_h2d_async(packed, base, stream)
+        return mtp_attn_meta(base, len(state.block_table))
+
+    def _attention(
+        self, q: DevicePtr, k: DevicePtr, v: DevicePtr, meta: AttnMetadataDev, output: DevicePtr, stream: StreamLike
+    ) -> None:
+        gpu, nq, nkv, hd, kv = self.gpu, self.nq, self.nkv, self.hd, self.kv_cache
+        k_pool, v_pool = kv.k_pool_ptr(self.attn_layer_idx), kv.v_pool_ptr(self.attn_layer_idx)
+        rope(gpu, self.rope_k, q, k, meta.positions, 1, nq, nkv, hd, self.rotary_dim, self.rope_theta, stream)
+        reshape_and_cache(
+            gpu, self.reshape_cache_k, k, v, k_pool, v_pool, meta.slot, 1, nkv, hd, KV_BLOCK_SIZE, nkv * hd, nkv * hd,
+            stream,
+        )  # fmt: skip
+        paged_decode_attn(
+            gpu, self.paged_decode_k, q, k_pool, v_pool, output, meta.block_table, meta.seq_len,
+            meta.max_blocks_per_seq, meta.num_seqs, nq, nkv, hd, KV_BLOCK_SIZE, 1.0 / math.sqrt(hd), nq * hd, 0, stream,
+        )  # fmt: skip
+
+    def _lm_head(self, normed: DevicePtr, logits: DevicePtr, stream: StreamLike) -> None:
+        """logits BF16 [draft_vocab], the first rows of the head: padding behind them is never read."""
+        dense_gemv(self.gpu, self.dense_gemv_k, normed, self.lm_head, logits, self.draft_vocab, self.h, stream)
+
+    def _select(
+        self, ctx: ForwardContext, stream: StreamLike, embed_target: DevicePtr | None, mask: MaskWords | None
+    ) -> int:
+        """The id of the largest logit; equal ones give the lowest, NaN never wins."""
+        gpu, logits = self.gpu, ctx.buffers.logits()
+        with ctx.buffers.lease(ScratchRegion.argmax()) as lease:
+            if mask is None:
+                argmax_bf16(gpu, self.argmax_k, logits, lease.ptr, self.draft_vocab, stream)
+                if embed_target is not None:
+                    self._stage_embedding(lease.ptr, embed_target, stream)
+                    return PLACEHOLDER
+                picked = np.empty(1, "<u4")
+                gpu.copy_d2h_on_stream(lease.ptr, picked.view(np.uint8), stream)
+                return int(picked[0])
+            chosen = masked_argmax(self._read_logits(logits, stream), mask)
+            if chosen is None:
+                # Never the last token again: that one may be the boundary of a role.
+                log.warning("the grammar allows no token of the draft vocabulary (%d): draft 0", self.draft_vocab)
+                return 0
+            if embed_target is not None:
+                gpu.copy_h2d_async(np.array([chosen], "<u4").tobytes(), lease.ptr, stream)
+                self._stage_embedding(lease.ptr, embed_target, stream)
+            return chosen
+
+    def _stage_embedding(self, picked: DevicePtr, target: DevicePtr, stream: StreamLike) -> None:
+        embed_from_argmax(
+            self.gpu,
+            self.embed_from_argmax_k,
+            picked,
+            self.embed_tokens,
+            target,
+            self.draft_token_id_dev,
+            self.h,
+            stream,
+        )
+        self._deferred = True
+
+    def _read_logits(self, logits: DevicePtr, stream: StreamLike) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        raw = np.empty(self.draft_vocab, ml_dtypes.bfloat16)
+        self.gpu.copy_d2h_on_stream(logits, raw.view(np.uint8), stream)
+        return raw.astype(np.float32)
+
+    def _measure_confidence(self, logits: DevicePtr, stream: StreamLike) -> None:
+        """Lower `last_conf` to the softmax probability of the largest logit."""
+        values = self._read_logits(logits, stream).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            total = float(np.exp(values - np.fmax.reduce(values)).sum())
+        # A row with a NaN or an infinite maximum has no distribution: no confidence at all.
+        self.last_conf = min(self.last_conf, 1.0 / max(1.0, total) if math.isfinite(total) else 0.0)
+
+    # ------------------------------------------------------------ blocks
+
+    def _slot(self, state: MtpProposerState, row: int) -> int:
+        return state.block_table[row // KV_BLOCK_SIZE] * KV_BLOCK_SIZE + row % KV_BLOCK_SIZE
+
+    def _ensure_blocks(self, state: MtpProposerState, rows: int) -> None:
+        """Blocks for `rows` rows: all that are missing, or KvCacheExhausted and none."""
+        with self._kv_lock:
+            self.kv_cache.grow_table(state.block_table, -(-rows // KV_BLOCK_SIZE), "mtp_head")
