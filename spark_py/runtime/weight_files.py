@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """Which files a checkpoint consists of, and which tensors they hold together.
 
-Twin of the discovery in `crates/spark-runtime/src/weights/`. The headers are the truth; an index file may lack tensors
+Twin of the discovery of spark-runtime's `SafetensorsLoader`. The headers are the truth; an index file may lack tensors
 that a header has, but may not contradict one.
 """
 

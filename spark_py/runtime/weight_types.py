@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """WeightDtype, WeightTensor and WeightInfo: a tensor on the device, and the same tensor in a file.
 
-Twin of the types of `crates/spark-runtime/src/weights.rs`. The dtype names are those of the safetensors header.
+Twin of spark-runtime's `WeightDtype` and `WeightTensor`. The dtype names are those of the safetensors header.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """WeightStore: the tensors of a checkpoint, in files and on the device.
 
-Twin of `crates/spark-runtime/src/weights.rs` (`WeightStore`, `SafetensorsLoader`). Unlike the Rust loader, which
+Twin of spark-runtime's `WeightStore` and `SafetensorsLoader`. Unlike the Rust loader, which
 uploads all that passes its filters, this one uploads what is asked for, by name, and converts nothing unasked.
 """
 
