@@ -238,6 +238,10 @@ class HostDevice(RawDevice):
         return launch
 
     def _run(self, spec: KernelSpec, name: str, geometry: tuple[Dim3, Dim3, int], values: tuple[Any, ...]) -> None:
+        spec.run(self._call(spec, name, geometry, values))
+
+    def _call(self, spec: KernelSpec, name: str, geometry: tuple[Dim3, Dim3, int], values: tuple[Any, ...]) -> Call:
+        """A launch as the catalogue sees it, once geometry, preconditions and the ranges of all pointers are right."""
         pointers: dict[str, tuple[ParamSpec, int]] = {}
 
         def bind(call: Call, parameter: str) -> np.ndarray[Any, Any] | None:
@@ -264,7 +268,7 @@ class HostDevice(RawDevice):
                 )
         for parameter in pointers:  # every range is known to be right before anything runs
             getattr(call, parameter)
-        spec.run(call)
+        return call
 
     def _bind(self, name: str, call: Call, param: ParamSpec, address: int) -> np.ndarray[Any, Any] | None:
         """The array that a pointer parameter stands for, once its whole range is known to be right."""
