@@ -26,10 +26,16 @@ class Block:
         self.base = -(-start // RED_ZONE) * RED_ZONE + RED_ZONE
         at = self.base - start
         self.body = self.owner[at : at + nbytes]
-        self.owner[at - RED_ZONE : at] = _RED
-        self.owner[at + nbytes : at + nbytes + RED_ZONE] = _RED
+        self.mend()
         if fill is not None:
             self.body[:] = fill
+
+    def mend(self) -> None:
+        """Paint the red zones."""
+        at = self.base - int(self.owner.__array_interface__["data"][0])
+        end = at + self.body.size
+        self.owner[at - RED_ZONE : at] = _RED
+        self.owner[end : end + RED_ZONE] = _RED
 
     def damage(self) -> str | None:
         """Where a red zone was overwritten, if one was."""
