@@ -81,8 +81,8 @@ class Plan:
     and `struct` finds numbers out of range; `masks` are the address bits that each pointer must have
     clear. `run(stream, pointers, scalars)` packs and queues.
 
-    `seen` holds the address tuples that were found alive and aligned; it belongs to one state of the ledger,
-    `seen_in`, and is void after any free.
+    `seen` is a state of the ledger and the address tuples that were found alive and aligned in it; it is void after
+    any free. The two change together, so that no thread adds to the tuples of a state that it did not look at.
     """
 
     __slots__ = (
@@ -98,7 +98,6 @@ class Plan:
         "pick_scalars",
         "run",
         "seen",
-        "seen_in",
         "shared",
     )
 
@@ -114,14 +113,15 @@ class Plan:
         self.masks = tuple(kernel.alignments[i] - 1 for i in self.layout.pointer_at)
         self.pick_pointers = _picker(self.layout.pointer_at)
         self.pick_scalars = _picker(self.layout.scalar_at)
-        self.seen: set[tuple[int, ...]] = set()
-        self.seen_in: object = None
+        self.seen: tuple[object, set[tuple[int, ...]]] = (None, set())
 
     def saw(self, addresses: tuple[int, ...], ledger: object) -> None:
         """Remember addresses that passed, with the state of the ledger that they passed in."""
-        if self.seen_in is not ledger or len(self.seen) >= _MOST_SEEN:
-            self.seen, self.seen_in = set(), ledger
-        self.seen.add(addresses)
+        state, seen = self.seen
+        if state is not ledger or len(seen) >= _MOST_SEEN:
+            seen = set()
+            self.seen = (ledger, seen)
+        seen.add(addresses)
 
     def merge(self, pointers: Sequence[int], scalars: Sequence[Any]) -> list[Any]:
         """The values in parameter order."""

@@ -321,6 +321,18 @@ def test_a_used_plan_refuses_freed_memory(gpu: GpuBackend, work: Concat) -> None
     assert work.untouched
 
 
+def test_freed_memory_is_refused_when_a_launch_is_recorded(gpu: GpuBackend, work: Concat) -> None:
+    """By the check of the call itself, on backends that would find it when the kernel runs too."""
+    stream = gpu.default_stream()
+    for _ in range(2):
+        work.launch()
+    gpu.free(work.b)
+    gpu.begin_capture(stream)
+    with refused(ArgumentPointerError, CONCAT, "'b'", "freed"):
+        work.launch()
+    assert not gpu.stream_is_capturing(stream)
+
+
 def test_interior_pointers_of_freed_memory(gpu: GpuBackend, rng: np.random.Generator) -> None:
     work = Concat(gpu, rng, 64)
     pool = upload(gpu, bytes(1024), "pool")

@@ -58,10 +58,10 @@ class LaunchOps(KernelOps):
                     and stream in self._streams
                     and tuple(map(type, args)) == plan.classes
                     and (kinds is None or kinds == plan.kinds)
-                    and plan.seen_in is self._memory.resolved
                 ):
                     addresses = tuple(map(_address, plan.pick_pointers(args)))
-                    if addresses in plan.seen:
+                    state, seen = plan.seen
+                    if state is self._memory.resolved and addresses in seen:
                         plan.run(stream, addresses, plan.pick_scalars(args))
                         return
             except (AttributeError, TypeError, struct.error, OverflowError):
@@ -141,9 +141,9 @@ class LaunchOps(KernelOps):
             and (kinds is None or kinds == plan.kinds)
         ):
             addresses = tuple(map(_address, plan.pick_pointers(args)))
-            known = self._memory.resolved.__contains__
-            if all(map(known, addresses)) and not any(map(operator.and_, addresses, plan.masks)):
-                plan.saw(addresses, self._memory.resolved)
+            resolved = self._memory.resolved  # one state of the ledger: a free by another thread makes a new one
+            if all(map(resolved.__contains__, addresses)) and not any(map(operator.and_, addresses, plan.masks)):
+                plan.saw(addresses, resolved)
                 return addresses, plan.pick_scalars(args)
         return self._checked(plan, args, kinds)
 

@@ -52,8 +52,8 @@ class StreamOps(InteropOps):
             with self._lock:
                 if raw not in self._streams:
                     raise ReleasedHandleError(f"stream {raw:#x} was destroyed")
+                self._dead_streams.add(raw)  # first: whoever looks without the lock finds it in one of the two
                 self._streams.discard(raw)
-                self._dead_streams.add(raw)
                 self._ended_captures.pop(raw, None)
             self._wait(raw)
             self._device.destroy_stream(raw)
@@ -103,8 +103,6 @@ class StreamOps(InteropOps):
         found, raw = self._event(event), self._stream(stream)
         self._device.record_event(event, raw)
         with self._lock:
-            if found.capture is not None:
-                found.capture.events.pop(event, None)
             found.recorded, found.capture = True, self._captures.get(raw)
             if found.capture is not None:
                 found.capture.record(event, raw)
@@ -155,13 +153,11 @@ class StreamOps(InteropOps):
     def destroy_event(self, event: int) -> None:
         if event == 0:
             return
-        found = self._event(event)
+        self._event(event)
         with self._lock:
+            self._dead_events.add(event)  # first, as for streams
             if self._events.pop(event, None) is None:
                 raise ReleasedHandleError(f"event {event:#x} was destroyed")
-            self._dead_events.add(event)
-            if found.capture is not None:
-                found.capture.events.pop(event, None)
         self._device.destroy_event(event)
 
     @guarded
