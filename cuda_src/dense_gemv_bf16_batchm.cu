@@ -5,42 +5,59 @@
 #include "dense_gemv.cuh"
 
 constexpr unsigned BATCH_MAX_ROWS = 16u;
-constexpr unsigned BATCH_THREADS = 256u;
+constexpr unsigned BATCH_WARPS = 8u;
+constexpr unsigned BATCH_OUTPUTS = 4u;
+constexpr unsigned BATCH_STAGED = 2048u;  // chunks of X that wait in shared memory: 32 KiB
 
-// The four outputs of a block for ROWS rows. A stripe is the 64 chunks that the 64 lanes of an output take in one turn:
-// the block stages it for every row, so that the four outputs share it.
+// The four outputs of a block for ROWS rows. A stripe is the 64 chunks that the 64 lanes of an output take in one turn;
+// a block stages a few stripes of every row between two barriers, for its four outputs to share.
 template <unsigned ROWS>
 __device__ __forceinline__ void gemv_rows(const uint4* a, const uint4* b, __nv_bfloat16* c, unsigned n, unsigned chunks,
-                                          unsigned out_stride, uint4 (*stripe)[SPARK_DOT_THREADS],
-                                          float (*warp_sums)[BATCH_THREADS / SPARK_WARP]) {
+                                          unsigned out_stride, uint4* staged, float (*warp_sums)[BATCH_WARPS]) {
+    constexpr unsigned STRIPES = ROWS <= 8u ? 4u : 2u;
+    constexpr unsigned AT_ONCE = STRIPES * SPARK_DOT_THREADS;
+    static_assert(ROWS * AT_ONCE <= BATCH_STAGED, "more than the shared memory holds");
     const unsigned group = threadIdx.x / SPARK_DOT_THREADS;
     const unsigned lane = threadIdx.x % SPARK_DOT_THREADS;
-    const size_t output = static_cast<size_t>(blockIdx.x) * 4u + group;
-    const bool live = output < n;
+    const size_t output = static_cast<size_t>(blockIdx.x) * BATCH_OUTPUTS + group;
+    // Threads past N have nothing to add but do reach the barriers.
+    const unsigned mine = output < n ? chunks : 0u;
     const uint4* weights = b + output * chunks;
     float sums[ROWS] = {};
-    uint4 next = {};
-    if (live && lane < chunks) {
-        next = weights[lane];
-    }
-    for (size_t first = 0u; first < chunks; first += SPARK_DOT_THREADS) {
-        const uint4 weight = next;
-        const size_t ahead = first + SPARK_DOT_THREADS + lane;
-        if (live && ahead < chunks) {
-            next = weights[ahead];
+    uint4 ahead[STRIPES] = {};
+#pragma unroll
+    for (unsigned s = 0u; s < STRIPES; ++s) {
+        const unsigned chunk = s * SPARK_DOT_THREADS + lane;
+        if (chunk < mine) {
+            ahead[s] = weights[chunk];
         }
-        __syncthreads();  // the last stripe has been read
-        for (unsigned row = group; row < ROWS; row += BATCH_THREADS / SPARK_DOT_THREADS) {
-            if (first + lane < chunks) {
-                stripe[row][lane] = a[static_cast<size_t>(row) * chunks + first + lane];
+    }
+    for (unsigned first = 0u; first < chunks; first += AT_ONCE) {
+        __syncthreads();  // what was staged before has been read
+        for (unsigned i = threadIdx.x; i < ROWS * AT_ONCE; i += BATCH_WARPS * SPARK_WARP) {
+            const unsigned chunk = first + i % AT_ONCE;
+            if (chunk < chunks) {
+                staged[i] = a[static_cast<size_t>(i / AT_ONCE) * chunks + chunk];
             }
         }
         __syncthreads();
-        // Threads past N have nothing to add but do reach the barriers.
-        if (live && first + lane < chunks) {
+        uint4 weight[STRIPES];
 #pragma unroll
-            for (unsigned row = 0u; row < ROWS; ++row) {
-                sums[row] = spark_dot_chunk(sums[row], stripe[row][lane], weight);
+        for (unsigned s = 0u; s < STRIPES; ++s) {
+            weight[s] = ahead[s];
+            const unsigned chunk = first + AT_ONCE + s * SPARK_DOT_THREADS + lane;
+            if (chunk < mine) {
+                ahead[s] = weights[chunk];
+            }
+        }
+#pragma unroll
+        for (unsigned s = 0u; s < STRIPES; ++s) {
+            const unsigned at = s * SPARK_DOT_THREADS + lane;
+            if (first + at < mine) {
+#pragma unroll
+                for (unsigned row = 0u; row < ROWS; ++row) {
+                    sums[row] = spark_dot_chunk(sums[row], staged[row * AT_ONCE + at], weight[s]);
+                }
             }
         }
     }
@@ -52,7 +69,7 @@ __device__ __forceinline__ void gemv_rows(const uint4* a, const uint4* b, __nv_b
         }
     }
     __syncthreads();
-    if (lane < ROWS && live) {
+    if (lane < ROWS && output < n) {
         const float* halves = warp_sums[lane] + 2u * group;
         spark_store(c + static_cast<size_t>(lane) * out_stride + output, halves[0] + halves[1]);
     }
@@ -64,15 +81,15 @@ extern "C" __global__ void dense_gemv_bf16_batchm(const __nv_bfloat16* __restric
                                                   const __nv_bfloat16* __restrict__ B, __nv_bfloat16* __restrict__ C,
                                                   unsigned int M, unsigned int N, unsigned int K,
                                                   unsigned int out_stride) {
-    __shared__ uint4 stripe[BATCH_MAX_ROWS][SPARK_DOT_THREADS];
-    __shared__ float warp_sums[BATCH_MAX_ROWS][BATCH_THREADS / SPARK_WARP];
+    __shared__ uint4 staged[BATCH_STAGED];
+    __shared__ float warp_sums[BATCH_MAX_ROWS][BATCH_WARPS];
     const uint4* a = reinterpret_cast<const uint4*>(A);
     const uint4* b = reinterpret_cast<const uint4*>(B);
     const unsigned chunks = K / SPARK_DOT_CHUNK;
     switch (M) {
-#define SPARK_ROWS(rows)                                                          \
-    case rows:                                                                    \
-        gemv_rows<rows>(a, b, C, N, chunks, out_stride, stripe, warp_sums); \
+#define SPARK_ROWS(rows)                                                    \
+    case rows:                                                              \
+        gemv_rows<rows>(a, b, C, N, chunks, out_stride, staged, warp_sums); \
         break;
         SPARK_ROWS(1)
         SPARK_ROWS(2)

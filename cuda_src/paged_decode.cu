@@ -2,9 +2,9 @@
 // Module paged_decode: attention of one query row a sequence over a paged BF16 cache, softmax online in FP32.
 //
 // Order of the sums, which depends on the sequence alone: eight warps take contiguous chunks of ceil(length / 8)
-// positions. A warp takes its positions four at a time (two, where a head is wider than 256) and the rest singly; a
-// score is each lane's products in ascending order, then the tree 16, 8, 4, 2, 1. Warps are merged in ascending order.
-// Only positions below the length are read.
+// positions. A warp takes its positions eight at a time (four, where a head is wider than 128, two, where it is wider than
+// 256); a score is each lane's products in ascending order, then the tree 16, 8, 4, 2, 1. Warps are merged in ascending
+// order. Only positions below the length are read.
 
 #include "spark_common.cuh"
 
@@ -58,16 +58,22 @@ __device__ __forceinline__ float sum_everywhere(float value) {
     return value;
 }
 
-// Where a sequence's rows lie.
-struct Pages {
-    const int* table;
+// A walk over a sequence's rows: where the head's row of one position after the other lies, in elements.
+struct Walk {
+    const int* block;     // of the block table
+    unsigned in_block;
     unsigned block_size;
-    size_t token_stride;  // elements from a position to the next
+    size_t token_stride;  // elements from a slot to the next
     size_t head_start;
 
-    __device__ __forceinline__ size_t row(unsigned position) const {
-        const size_t block = static_cast<size_t>(table[position / block_size]);
-        return (block * block_size + position % block_size) * token_stride + head_start;
+    __device__ __forceinline__ size_t next() {
+        const size_t slot = static_cast<size_t>(*block) * block_size + in_block;
+        in_block += 1u;
+        if (in_block == block_size) {
+            in_block = 0u;
+            block += 1;
+        }
+        return slot * token_stride + head_start;
     }
 };
 
@@ -77,7 +83,7 @@ template <unsigned PER>
 struct Head {
     static constexpr unsigned WIDTH = PER % 8u == 0u ? 8u : PER % 4u == 0u ? 4u : PER % 2u == 0u ? 2u : 1u;
     static constexpr unsigned VECTORS = PER / WIDTH;
-    static constexpr unsigned TOGETHER = PER > 8u ? 2u : 4u;
+    static constexpr unsigned TOGETHER = PER > 8u ? 2u : PER > 4u ? 4u : 8u;
     using Word = typename Vector<WIDTH>::type;
 
     float query[PER];
@@ -112,22 +118,23 @@ struct Head {
         }
     }
 
-    // COUNT positions from `first` on.
-    template <unsigned COUNT>
-    __device__ __forceinline__ void take(const __nv_bfloat16* keys, const __nv_bfloat16* values, const Pages& pages,
-                                         unsigned first, float scale) {
-        Word k[COUNT][VECTORS];
-        Word v[COUNT][VECTORS];
+    // The next TOGETHER positions, or the `count` that are left; what is beyond counts for nothing.
+    __device__ __forceinline__ void take(const __nv_bfloat16* keys, const __nv_bfloat16* values, Walk& walk,
+                                         unsigned count, float scale) {
+        Word k[TOGETHER][VECTORS] = {};
+        Word v[TOGETHER][VECTORS] = {};
 #pragma unroll
-        for (unsigned j = 0u; j < COUNT; ++j) {
-            const size_t row = pages.row(first + j);
-            read(keys + row, k[j]);
-            read(values + row, v[j]);
+        for (unsigned j = 0u; j < TOGETHER; ++j) {
+            if (j < count) {
+                const size_t row = walk.next();
+                read(keys + row, k[j]);
+                read(values + row, v[j]);
+            }
         }
-        float score[COUNT];
+        float score[TOGETHER];
         float highest = top;
 #pragma unroll
-        for (unsigned j = 0u; j < COUNT; ++j) {
+        for (unsigned j = 0u; j < TOGETHER; ++j) {
             float elements[PER];
             widen_all(k[j], elements);
             float dot = 0.0f;
@@ -135,7 +142,7 @@ struct Head {
             for (unsigned i = 0u; i < PER; ++i) {
                 dot = dot + query[i] * elements[i];
             }
-            score[j] = sum_everywhere(dot) * scale;
+            score[j] = j < count ? sum_everywhere(dot) * scale : DECODE_LOWEST;
             highest = fmaxf(highest, score[j]);
         }
         const float faded = expf(top - highest);
@@ -146,8 +153,8 @@ struct Head {
             output[i] = output[i] * faded;
         }
 #pragma unroll
-        for (unsigned j = 0u; j < COUNT; ++j) {
-            const float share = expf(score[j] - highest);
+        for (unsigned j = 0u; j < TOGETHER; ++j) {
+            const float share = j < count ? expf(score[j] - highest) : 0.0f;
             weight = weight + share;
             float elements[PER];
             widen_all(v[j], elements);
@@ -161,21 +168,18 @@ struct Head {
 
 template <unsigned PER>
 __device__ __forceinline__ void attend(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values,
-                                       __nv_bfloat16* out, const Pages& pages, unsigned begin, unsigned end,
-                                       float scale, float (*outputs)[DECODE_MAX_HEAD_DIM], float* tops,
-                                       float* weights) {
+                                       __nv_bfloat16* out, Walk walk, unsigned begin, unsigned end, float scale,
+                                       float (*outputs)[DECODE_MAX_HEAD_DIM], float* tops, float* weights) {
     constexpr unsigned HEAD_DIM = PER * SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
     const unsigned chunk = (end - begin + DECODE_WARPS - 1u) / DECODE_WARPS;
-    const size_t from = begin + static_cast<size_t>(warp) * chunk;
-    unsigned position = from < end ? static_cast<unsigned>(from) : end;
-    const unsigned last = end - position < chunk ? end : position + chunk;
+    const unsigned before = warp * chunk;
+    const unsigned mine = before >= end - begin ? 0u : end - begin - before < chunk ? end - begin - before : chunk;
+    walk.block += (begin + before) / walk.block_size;
+    walk.in_block = (begin + before) % walk.block_size;
     Head<PER> head(q);
-    for (; last - position >= Head<PER>::TOGETHER; position += Head<PER>::TOGETHER) {
-        head.template take<Head<PER>::TOGETHER>(keys, values, pages, position, scale);
-    }
-    for (; position < last; ++position) {
-        head.template take<1u>(keys, values, pages, position, scale);
+    for (unsigned done = 0u; done < mine; done += Head<PER>::TOGETHER) {
+        head.take(keys, values, walk, mine - done, scale);
     }
 #pragma unroll
     for (unsigned i = 0u; i < PER; ++i) {
@@ -230,14 +234,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     const unsigned end = static_cast<unsigned>(length);
     const unsigned begin = sliding_window > 0u && end > sliding_window ? end - sliding_window : 0u;
     const size_t cache_head = head / (num_q_heads / num_kv_heads);
-    const Pages pages = {block_tables + sequence * max_blocks_per_seq, block_size,
-                         static_cast<size_t>(num_kv_heads) * head_dim, cache_head * head_dim};
+    const Walk walk = {block_tables + sequence * max_blocks_per_seq, 0u, block_size,
+                       static_cast<size_t>(num_kv_heads) * head_dim, cache_head * head_dim};
     const __nv_bfloat16* q = Q + sequence * q_stride + static_cast<size_t>(head) * head_dim;
     __nv_bfloat16* out = O + (sequence * num_q_heads + head) * head_dim;
     switch (head_dim / SPARK_WARP) {
 #define SPARK_HEAD(per)                                                                                 \
     case per:                                                                                           \
-        attend<per>(q, K_cache, V_cache, out, pages, begin, end, inv_sqrt_d, outputs, tops, weights); \
+        attend<per>(q, K_cache, V_cache, out, walk, begin, end, inv_sqrt_d, outputs, tops, weights); \
         break;
         SPARK_HEAD(1)
         SPARK_HEAD(2)

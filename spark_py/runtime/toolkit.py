@@ -9,6 +9,7 @@ wheels in the same environment get in.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -189,6 +190,12 @@ def _first_with(folders: Iterable[Path | None], inside: str) -> Path | None:
     return next((folder for folder in folders if folder is not None and (folder / inside).exists()), None)
 
 
+def _cutlass_wheel() -> Path | None:
+    """The headers of nvidia-cutlass where it is importable without being in a site-packages folder (pip --target)."""
+    spec = importlib.util.find_spec("cutlass_library")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "source" / "include"
+
+
 def _stamp(path: Path | None) -> str:
     if path is None or not path.exists():
         return "-"
@@ -230,7 +237,7 @@ def find_toolkit(nvrtc: Any, find: Callable[[str], Path | None] = _pathfinder) -
         cccl = _first_with((main / "cccl", wheels / "cuda_cccl" / "include", find("cccl")), "cuda/std")
         crt = _first_with((main, wheels / "cuda_nvcc" / "include"), "crt/mma.h")
         include += [folder for folder in (cccl, crt) if folder is not None and folder != main]
-    cutlass = find("cutlass")
+    cutlass = _first_with((find("cutlass"), _cutlass_wheel()), "cutlass/version.h")
     stamps = [_stamp(library), *(_stamp(folder / "cuda.h") for folder in include[:1])]
     stamps += [_stamp(folder) for folder in include[1:]]
     stamps.append(_stamp(cutlass / "cutlass" / "version.h") if cutlass else "-")

@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-FAMILIES = ("norm", "elementwise", "gemv", "argmax")
+FAMILIES = ("norm", "elementwise", "gemv", "argmax", "batchm", "attention", "gemm")
 
 
 @dataclass(frozen=True, slots=True)
