@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Tests, compute-sanitizer and the launch benchmark on a GPU; writes results.json and RESULTS.md.
+"""Tests, compute-sanitizer and the benchmarks on a GPU; writes results.json and RESULTS.md.
 
     python tools/gpu_suite.py --output docs/gpu [--commit SHA] [--trees FILE]
 
@@ -41,6 +41,7 @@ TREES = (
 """What the numbers depend on; where a hash differs from HEAD's, the results are stale."""
 
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+BENCHMARKS = {"launch": "tools/bench_launch.py", "kernels": "tools/bench_kernels.py"}
 TOOLS = ("memcheck", "racecheck", "initcheck")
 _ERRORS = re.compile(r"^=+ ERROR SUMMARY: (\d+) errors?\b", re.MULTILINE)
 _HAZARDS = re.compile(
@@ -248,13 +249,29 @@ def render(results: dict[str, Any]) -> str:
         lines += ["", f"Kernels looked up under it: {len(sanitizer['kernels'])}."]
         if sanitizer["kernels_not_run"]:
             lines.append(f"Kernels tested, but not under it: {', '.join(sanitizer['kernels_not_run'])}.")
-    benchmarks = results["benchmarks"]
-    lines += ["", "## Benchmarks", ""]
-    lines += ["```json", json.dumps(benchmarks["values"], indent=2), "```"] if "values" in benchmarks else []
-    lines += [f"Not complete: {benchmarks['message']}"] if "message" in benchmarks else []
+    lines += ["", "## Benchmarks"]
+    for name, benchmark in results["benchmarks"].items():
+        lines += ["", f"### {name}", ""]
+        lines += _table(benchmark["values"]) if "values" in benchmark else []
+        lines += [f"Not complete: {benchmark['message']}"] if "message" in benchmark else []
     lines += ["", "## Trees", "", "| path | hash |", "|---|---|"]
     lines += [f"| {path} | {value} |" for path, value in results["trees"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _table(values: dict[str, Any]) -> list[str]:
+    """A benchmark's JSON as Markdown: plain values as a list, rows (or objects by name) as a table."""
+    objects = {key: value for key, value in values.items() if isinstance(value, dict)}
+    rows = values.get("rows") or [{"": name, **row} for name, row in objects.items()]
+    lines = [f"- {key}: {value}" for key, value in values.items() if not isinstance(value, dict | list)]
+    if rows:
+        lines += ["", f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
+        lines += [f"| {' | '.join(_number(value) for value in row.values())} |" for row in rows]
+    return lines
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1e4 else str(value)
 
 
 def _counts(result: dict[str, Any]) -> str:
@@ -275,8 +292,9 @@ def problems_of(results: dict[str, Any], expected: dict[str, str] | None) -> lis
     for tool, result in results["sanitizer"].get("tools", {}).items():
         if not result["ok"]:
             problems.append(f"{tool}: {result['summary'] or 'no summary line'}; {_counts(result)}")
-    if not results["benchmarks"]["ok"] and not results["benchmarks"].get("skipped"):
-        problems.append(f"benchmark: {results['benchmarks']['message']}")
+    for name, benchmark in results["benchmarks"].items():
+        if not benchmark["ok"] and not benchmark.get("skipped"):
+            problems.append(f"benchmark {name}: {benchmark['message']}")
     return problems
 
 
@@ -293,10 +311,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", default="0", help="seed of the tests (default: 0)")
     parser.add_argument("--skip-sanitizer", action="store_true", help="leave compute-sanitizer out; never clean")
-    parser.add_argument("--skip-benchmark", action="store_true", help="leave the benchmark out; never clean")
+    parser.add_argument("--skip-benchmark", action="store_true", help="leave the benchmarks out; never clean")
     parser.add_argument("--test-limit", type=float, default=180, metavar="S", help="seconds for the tests")
     parser.add_argument("--sanitizer-limit", type=float, default=200, metavar="S", help="seconds for the three tools")
-    parser.add_argument("--benchmark-limit", type=float, default=60, metavar="S", help="seconds for the benchmark")
+    parser.add_argument("--benchmark-limit", type=float, default=60, metavar="S", help="seconds for each benchmark")
     return parser.parse_args(argv)
 
 
@@ -328,11 +346,14 @@ def main(argv: list[str] | None = None) -> int:
     kernels.update(*(result.pop("kernels", []) for result in sanitizer.get("tools", {}).values()))
     not_run = set(tests.pop("kernels", [])) - kernels
     sanitizer.update(kernels=sorted(kernels), kernels_not_run=sorted(not_run))
-    if args.skip_benchmark:
-        benchmarks: dict[str, Any] = skipped
-    else:
-        say("benchmark")
-        benchmarks = json_step(["tools/bench_launch.py"], args.output / "benchmark.log", args.benchmark_limit, env)
+    benchmarks: dict[str, Any] = {}
+    for name, script in BENCHMARKS.items():
+        if args.skip_benchmark:
+            benchmarks[name] = skipped
+        else:
+            say(f"benchmark: {name}")
+            log = args.output / f"benchmark_{name}.log"
+            benchmarks[name] = json_step([script], log, args.benchmark_limit, env)
     results: dict[str, Any] = {
         "environment": environment_of(doctor),
         "commit": args.commit or head(),

@@ -118,7 +118,7 @@ def _results(**changed: Any) -> dict[str, Any]:
         "trees": {"cuda_src": "11"},
         "tests": {**counts, "ok": True},
         "sanitizer": {"available": True, "tools": {"memcheck": tool}, "kernels": ["m::f"], "kernels_not_run": ["m::g"]},
-        "benchmarks": {"ok": True, "values": {"launch_us": 1.5}},
+        "benchmarks": {"launch": {"ok": True, "values": {"ours": {"median_us": 1.5}, "device": "a GPU"}}},
         "problems": [],
         "clean": True,
     }
@@ -129,7 +129,14 @@ def test_a_clean_run_has_no_problems() -> None:
     results = _results()
     assert suite.problems_of(results, {"cuda_src": "11"}) == []
     text = suite.render(results)
-    for wanted in ("a GPU", "c0ffee", "| memcheck | ERROR SUMMARY: 0 errors | 5 passed", "m::g", "launch_us", "| 11 |"):
+    for wanted in (
+        "a GPU",
+        "c0ffee",
+        "| memcheck | ERROR SUMMARY: 0 errors | 5 passed",
+        "m::g",
+        "| ours | 1.5 |",
+        "| 11 |",
+    ):
         assert wanted in text
 
 
@@ -142,14 +149,14 @@ def test_each_fault_is_a_problem() -> None:
             "kernels": [],
             "kernels_not_run": [],
         },
-        benchmarks={"ok": False, "message": "exit code 1"},
+        benchmarks={"launch": {"ok": False, "message": "exit code 1"}},
     )
     problems = suite.problems_of(results, {"cuda_src": "22", "spark_py/ops": "33"})
     assert [text.partition(":")[0] for text in problems] == [
         "files differ from the commit's",
         "tests",
         "initcheck",
-        "benchmark",
+        "benchmark launch",
     ]
     assert "cuda_src, spark_py/ops" in problems[0]
     assert "no summary line" in suite.render(_results(**results))
