@@ -107,9 +107,11 @@ def test_streams_of_another_backend(gpu: GpuBackend) -> None:
     with second_backend(gpu) as other:
         theirs = other.create_stream()
         for call in (gpu.synchronize, gpu.begin_capture, gpu.destroy_stream):
-            with refused(ForeignHandleError, "not a stream of this backend"):
+            with pytest.raises((ForeignHandleError, ReleasedHandleError)):  # as for events below
                 call(theirs)
         other.synchronize(theirs)
+        with refused(ForeignHandleError, "not a stream of this backend"):
+            gpu.synchronize(2**60)  # no address of anything
 
 
 @pytest.mark.parametrize("wrapper", [WithProtocol, WithPtr])
@@ -240,8 +242,9 @@ def test_events_that_cannot_be_used(gpu: GpuBackend) -> None:
                 call()
     with second_backend(gpu) as other:
         theirs = other.create_event()
+        # The driver may give a number again that an event of ours had: then it is known as destroyed.
         for call in [*calls(theirs), lambda: gpu.destroy_event(theirs)]:
-            with refused(ForeignHandleError, "not an event of this backend"):
+            with pytest.raises((ForeignHandleError, ReleasedHandleError)):
                 call()
 
 
