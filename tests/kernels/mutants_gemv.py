@@ -6,9 +6,9 @@ from __future__ import annotations
 from .mutants import Mutant, Patch
 
 _HALVES_CU = "spark_store(C + row, warp_sums[2u * group] + warp_sums[2u * group + 1u]);"
-_HALVES_PY = "result[start : start + height] = warps[:, 0] + warps[:, 1]"
-_STRIPE_PY = "lanes += stripes[:, stripe, :, k]"
-_STRIPES_PY = "stripes = products[:, : whole * _STRIPE].reshape(height, whole, LANES, CHUNK)"
+_HALVES_PY = "result[m, start : start + rows] = halves[0] + halves[1]"
+_PRODUCTS_PY = "products = part * factor[:, m : m + 1]"
+_APART_PY = "reshape(count, turns, lanes, CHUNK).transpose(1, 3, 0, 2)"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -20,9 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "return sum + (spark_low(a) * spark_low(b) + spark_high(a) * spark_high(b));",
         ),
         py=Patch(
-            "gemv.py",
-            _STRIPE_PY,
-            "lanes += stripes[:, stripe, :, k] + stripes[:, stripe, :, k + 1] if k % 2 == 0 else np.float32(0)",
+            "gemv.py", _PRODUCTS_PY, _PRODUCTS_PY + "\n                    products = products[::2] + products[1::2]"
         ),
     ),
     Mutant(
@@ -33,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "sum = spark_dot_word(sum, a.x, b.x);\n    sum = spark_dot_word(sum, a.y, b.y);",
             "sum = spark_dot_word(sum, a.y, b.y);\n    sum = spark_dot_word(sum, a.x, b.x);",
         ),
-        py=Patch("gemv.py", _STRIPE_PY, "lanes += stripes[:, stripe, :, CHUNK - 1 - k]"),
+        py=Patch("gemv.py", ".transpose(1, 3, 0, 2)", "[..., ::-1].transpose(1, 3, 0, 2)"),
     ),
     Mutant(
         "gemv::dense_gemv_bf16",
@@ -43,17 +41,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "K / SPARK_DOT_CHUNK, lane);",
             "K / SPARK_DOT_CHUNK, lane * 2u % SPARK_DOT_THREADS + lane / 32u);",
         ),
-        py=Patch(
-            "gemv.py",
-            _STRIPES_PY,
-            "stripes = products[:, : whole * _STRIPE].reshape(height, whole, CHUNK, LANES).swapaxes(2, 3)",
-        ),
+        py=Patch("gemv.py", _APART_PY, "reshape(count, turns, CHUNK, lanes).transpose(1, 2, 0, 3)"),
     ),
     Mutant(
         "gemv::dense_gemv_bf16",
         "second half of the lanes left out",
         cu=Patch("gemv.cu", _HALVES_CU, "spark_store(C + row, warp_sums[2u * group]);"),
-        py=Patch("gemv.py", _HALVES_PY, "result[start : start + height] = warps[:, 0]"),
+        py=Patch("gemv.py", _HALVES_PY, "result[m, start : start + rows] = halves[0]"),
     ),
     Mutant(
         "gemv::dense_gemv_bf16",
@@ -63,13 +57,17 @@ MUTANTS: tuple[Mutant, ...] = (
             "sum = spark_warp_sum(sum, SPARK_WARP);",
             "sum = __bfloat162float(__float2bfloat16_rn(spark_warp_sum(sum, SPARK_WARP)));",
         ),
-        py=Patch("gemv.py", _HALVES_PY, "warps = to_f32(to_bf16(warps))\n            " + _HALVES_PY),
+        py=Patch(
+            "gemv.py",
+            _HALVES_PY,
+            "halves = [to_bf16(half).astype(np.float32) for half in halves]\n                " + _HALVES_PY,
+        ),
     ),
     Mutant(
         "gemv::dense_gemv_bf16",
         "one chunk a lane after the unrolled part",
         cu=Patch("dense_gemv.cuh", "for (; c < chunks; c += SPARK_DOT_THREADS) {", "if (c < chunks) {"),
-        py=Patch("gemv.py", "if rest:", "if rest > _STRIPE // 2:"),
+        py=Patch("gemv.py", "if piece.start < piece.stop", "if piece.start + _STRIPE // 2 < piece.stop"),
     ),
     Mutant(
         "gemv::dense_gemv_bf16",
