@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The training script of the demo checkpoint: its parts against plain recomputation, and one tiny run of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed; the training script needs it")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))  # as when the script is run
+
+from demo_training import corpus, evaluate  # noqa: E402
+from demo_training.model import DemoModel, KvCache  # noqa: E402
+from demo_training.settings import QUICK  # noqa: E402
+from demo_training.train import CHAIN, PROMPT, Trainer, draft_outputs  # noqa: E402
+
+SETTINGS = dataclasses.replace(
+    QUICK, vocab=16, hidden=32, ffn=64, window=128, steps=40, distill_steps=10, lr=5e-3, dropout=0.0, validate_every=10
+)
+END = SETTINGS.vocab  # no token: nothing ends early
+
+
+def noisy_stream(seed: int, length: int) -> Any:
+    """Tokens that follow from the two before them, but one in ten: some guesses are right, some are not."""
+    random = Random(seed)
+    tokens = [1, 2]
+    while len(tokens) < length:
+        noise = random.randrange(16) if random.random() < 0.1 else 0
+        tokens.append((tokens[-1] * 5 + tokens[-2] // 4 + noise) % 16)
+    return torch.tensor(tokens)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    torch.set_num_threads(1)  # products this small only wait for a second thread
+    model = DemoModel(SETTINGS)
+    model.initialise(torch.Generator().manual_seed(7))
+    prompts = noisy_stream(3, PROMPT * SETTINGS.validation_rows).view(-1, PROMPT)
+    made = Trainer(model, noisy_stream(1, 20_000), noisy_stream(2, 2_000), prompts)
+    made.joint()
+    made.distil()
+    model.eval()
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(trainer: Trainer) -> DemoModel:
+    return trainer.model
+
+
+def test_both_phases_learn(trainer: Trainer) -> None:
+    def values(name: str) -> list[Any]:
+        return [row[name] for row in trainer.log if name in row]
+
+    uniform = math.log(SETTINGS.vocab)
+    assert values("trunk_loss")[-1] < 0.8 * uniform
+    assert max(values("accepted_length")) > 1.5
+
+
+def prompt_ids(seed: int, length: int = 20) -> list[int]:
+    return torch.randint(SETTINGS.vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def test_cached_trunk_is_the_whole_one(model: DemoModel) -> None:
+    ids = torch.tensor([prompt_ids(1, 40)])
+    cache = KvCache(model, SETTINGS.layers, 1, 40, torch.float32)
+    parts = [model.hidden(part, cache) for part in ids.split((13, 1, 4, 22), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model.hidden(ids), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_training_sees_the_chains_that_decoding_runs(model: DemoModel) -> None:
+    """`draft_outputs` of a whole window equals, base by base, drafts chained on a cache (with the window's tokens)."""
+    ids = prompt_ids(2, 30)
+    hidden = model.hidden(torch.tensor([ids]))
+    together = draft_outputs(model, torch.tensor([ids]), hidden)
+    for base in range(len(ids) - CHAIN):
+        drafter = evaluate.Drafter(model, CHAIN, len(ids), "refeed")
+        if base:
+            drafter.append(ids[1 : base + 1], hidden[0, :base], 1)
+        state = hidden[0, base : base + 1]
+        for j in range(CHAIN):
+            state = drafter.append([ids[base + 1 + j]], state, base + 1 + j)
+            torch.testing.assert_close(state[0], together[j][0, base], rtol=1e-4, atol=1e-5)
+
+
+def run_from_scratch(model: DemoModel, prompt: list[int], limit: int, drafts: int) -> evaluate.Tally:
+    """Speculation with nothing kept: every step computes trunk and drafter over the whole sequence again."""
+    text = list(prompt)
+    text.append(int(model.logits(model.hidden(torch.tensor([text])))[0, -1].argmax()))
+    tally = evaluate.Tally([], 0, [0] * drafts)
+    while len(text) - len(prompt) < limit:
+        hidden = model.hidden(torch.tensor([text[:-1]]))[0]
+        drafter = evaluate.Drafter(model, drafts, len(text) + drafts, "refeed")
+        states = drafter.append(text[1:], hidden, 1)
+        guesses = [int(model.draft_logits(states[-1]).argmax())]
+        state = states[-1:]
+        while len(guesses) < drafts:
+            state = drafter.append([guesses[-1]], state, len(text) - 1 + len(guesses))
+            guesses.append(int(model.draft_logits(state)[0].argmax()))
+        tally.steps += 1
+        for j in range(drafts + 1):
+            pick = int(model.logits(model.hidden(torch.tensor([text])))[0, -1].argmax())
+            text.append(pick)
+            if j == drafts or guesses[j] != pick:
+                break
+            tally.accepted[j] += 1
+    tally.tokens = text[len(prompt) :][:limit]
+    return tally
+
+
+@torch.no_grad()
+def test_refed_speculation_equals_recomputation(model: DemoModel) -> None:
+    lengths = set()
+    for seed in range(6):
+        prompt = prompt_ids(seed)
+        fast = evaluate.speculate(model, prompt, 32, CHAIN, END, "refeed")
+        assert fast == run_from_scratch(model, prompt, 32, CHAIN)
+        reached = [fast.steps, *fast.accepted, 0]
+        lengths |= {j for j in range(CHAIN + 1) if reached[j] > reached[j + 1]}
+    assert lengths >= {0, 1, CHAIN}  # steps that accepted no draft, one, all
+
+
+@pytest.mark.parametrize("policy", evaluate.POLICIES)
+def test_output_is_greedy_whatever_rows_stay(model: DemoModel, policy: str) -> None:
+    prompt = prompt_ids(5)
+    plain = evaluate.greedy(model, prompt, 40, END)
+    tally = evaluate.speculate(model, prompt, 40, CHAIN, END, policy)
+    assert tally.tokens == plain
+    assert tally.accepted == sorted(tally.accepted, reverse=True)
+    assert tally.steps + sum(tally.accepted) >= 39
+    end = plain[17]
+    assert evaluate.speculate(model, prompt, 40, CHAIN, end, policy).tokens == plain[: plain.index(end) + 1]
+
+
+def test_distinct_four_grams() -> None:
+    assert evaluate.distinct_four_grams([[1, 2, 3, 4, 5], [1, 2, 3, 4]]) == pytest.approx(2 / 3)
+    assert evaluate.distinct_four_grams([[1, 1, 1, 1, 1, 1]]) == pytest.approx(1 / 3)
+
+
+def test_parts_depend_on_content_and_do_not_overlap() -> None:
+    files = corpus.read()
+    parts = {part: {f.sha256 for f in files if f.part == part} for part in corpus.PARTS}
+    assert all(parts.values())
+    assert sum(map(len, parts.values())) == len(files) == len(set.union(*parts.values()))
+    assert 0.03 < len(parts["held-out"]) / len(files) < 0.13
+    assert corpus.digest(files) == corpus.digest(corpus.read())
+
+
+def test_quick_run(tmp_path: Path) -> None:
+    """Two runs of the whole script: every file is there, reads back, and the second run wrote the same weights."""
+    weights = []
+    for name in ("a", "b"):
+        command = [
+            sys.executable,
+            "tools/train_demo.py",
+            "--quick",
+            "--device",
+            "cpu",
+            "--output",
+            str(tmp_path / name),
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "mean accepted length" in done.stdout
+        weights.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+    folder = tmp_path / "a"
+    read = {name: json.loads((folder / name).read_text()) for name in ("config.json", "metrics.json", "prompts.json")}
+    metrics, prompts = read["metrics.json"], read["prompts.json"]["prompts"]
+    assert metrics["size"]["folder_bytes"] == sum(p.stat().st_size for p in folder.iterdir())
+    assert read["config.json"]["layer_types"] == ["full_attention"] * QUICK.layers
+    assert (folder / "README.md").read_text().startswith("# Demo checkpoint")
+
+    from demo_training import files
+
+    saved = files.load_weights(folder, QUICK)
+    for prompt, row in zip(prompts, metrics["prompts"], strict=True):
+        assert corpus.MIN_PROMPT <= len(prompt["ids"]) <= corpus.MAX_PROMPT
+        tally = evaluate.speculate(saved, prompt["ids"], QUICK.new_tokens, QUICK.drafts, 0, "refeed")
+        assert (tally.tokens, tally.steps, tally.accepted) == (
+            row["tokens"],
+            row["refeed"]["steps"],
+            row["refeed"]["accepted"],
+        )
+    held_out = {f.name for f in corpus.read(QUICK.max_files) if f.part == "held-out"}
+    assert {p["file"] for p in prompts} <= held_out
+
+    again = [sys.executable, "tools/train_demo.py", "--quick", "--output", str(folder)]
+    refused = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert refused.returncode != 0
+    assert "not empty" in refused.stderr

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Every number that a training run depends on; each field is an option of tools/train_demo.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FOLDER_LIMIT", "QUICK", "Settings"]
+
+FOLDER_LIMIT = 12_000_000
+"""The most bytes that a shipped checkpoint folder may hold."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Lengths are in tokens, `steps` are optimiser steps; the other fields are named as in the model card."""
+
+    seed: int = 0
+    # Corpus and tokenizer. 0 files: all.
+    max_files: int = 0
+    vocab: int = 1024
+    # Shape. The draft layer has the shape of a layer of the trunk.
+    hidden: int = 256
+    layers: int = 4
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    rotary_factor: float = 0.5
+    ffn: int = 896
+    window: int = 1024
+    # Phase 1: trunk and draft layer together, on text.
+    steps: int = 3000
+    batch: int = 16
+    lr: float = 2e-3
+    warmup: int = 200
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    ema: float = 0.998
+    # Phase 2: the draft layer alone, distilled from the frozen trunk on text and on what the trunk writes.
+    distill_steps: int = 2000
+    distill_lr: float = 1e-3
+    distill_dropout: float = 0.05
+    generated: int = 6144
+    generated_length: int = 512
+    # Choices, by validation files.
+    validate_every: int = 250
+    validation_rows: int = 256
+    # Evaluation, on held-out files.
+    prompts: int = 50
+    new_tokens: int = 64
+    drafts: int = 3
+
+
+QUICK = Settings(
+    max_files=60,
+    vocab=384,
+    hidden=64,
+    layers=2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=32,
+    ffn=128,
+    window=192,
+    steps=40,
+    batch=4,
+    warmup=10,
+    ema=0.9,
+    distill_steps=20,
+    generated=16,
+    generated_length=128,
+    validate_every=20,
+    validation_rows=8,
+    prompts=6,
+    new_tokens=16,
+)
+"""A run of seconds on a CPU that goes through every line; its model is good for nothing."""

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The two phases of training.
+
+1. Trunk and draft layer together on text: cross-entropy of the trunk, and for each of three chained drafts the mean of
+   cross-entropy to the text and to the trunk's own distribution (detached).
+2. The trunk frozen, the draft layer distilled from it, on text and on what the trunk writes after train prompts: the
+   trunk's greedy choices are what drafts are held to.
+
+A chain is trained as the engine runs it: draft j reads the draft layer's own hidden and sees the cache of first drafts
+(model.chained). The weights kept are an exponential moving average, at the step that validation files liked best.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from demo_training.model import DemoModel, KvCache, chained
+
+__all__ = ["Trainer", "draft_outputs"]
+
+Parameters = list[tuple[str, torch.nn.Parameter]]
+
+CHAIN = 3
+"""Drafts in a chain."""
+JOINT_WEIGHTS = (0.4, 0.25, 0.15)
+DISTILL_WEIGHTS = (1.0, 0.8, 0.6)
+PROMPT = 96
+"""Tokens of text at the start of each generated sequence."""
+_SPAN = 64
+"""Generated sequences change between sampled and greedy tokens after as many."""
+
+
+def draft_outputs(model: DemoModel, ids: Tensor, hidden: Tensor) -> list[Tensor]:
+    """The draft layer's raw hidden [B, T - 3, hidden] of drafts 1, 2, 3 of ids [B, T] and the trunk's hidden.
+
+    Row i of draft j (from 1) reads token i + j and guesses token i + j + 1.
+    """
+    rows = ids.shape[1] - CHAIN
+    attend = chained()
+    state = hidden[:, :rows]
+    states = []
+    for j in range(1, CHAIN + 1):
+        state = model.draft_hidden(ids[:, j : j + rows], state, j, attend)
+        states.append(state)
+    return states
+
+
+class Trainer:
+    """Both phases on one model. `log` keeps (phase, step, name, value) of every validation."""
+
+    def __init__(self, model: DemoModel, train: Tensor, validation: Tensor, validation_prompts: Tensor) -> None:
+        """Token streams [N] on the model's device; prompts [M, PROMPT]."""
+        self.model, self.settings = model, model.settings
+        self.device = train.device
+        self.train = train
+        window = self.settings.window
+        count = min(self.settings.validation_rows // 4, (len(validation) - 1) // window)
+        self.validation = validation[: count * window].view(count, window)
+        self.validation_prompts = validation_prompts
+        self.generator = torch.Generator().manual_seed(self.settings.seed)
+        self.log: list[dict[str, float | str]] = []
+        self.started = time.monotonic()
+
+    def windows(self, stream: Tensor, rows: int, length: int) -> Tensor:
+        """Random windows [rows, length] of a stream [N]."""
+        starts = torch.randint(len(stream) - length + 1, (rows, 1), generator=self.generator)
+        return stream[(starts + torch.arange(length)).to(stream.device)]
+
+    def autocast(self) -> torch.autocast:
+        """BF16 products; on the CPU, where they are slow, FP32."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
+
+    # Phase 1
+
+    def joint(self) -> None:
+        s = self.settings
+        best: tuple[float, dict[str, Tensor]] | None = None
+        parameters = list(self.model.named_parameters())
+        for step, average in self._optimise("joint", parameters, s.steps, s.lr, self._joint_loss):
+            loss = self._validate_joint(step, average)
+            if best is None or loss < best[0]:
+                best = loss, {name: value.clone() for name, value in average.items()}
+        self._keep(best)
+
+    def _joint_loss(self, step: int) -> Tensor:
+        return torch.stack(
+            self._joint_losses(self.windows(self.train, self.settings.batch, self.settings.window))
+        ).sum()
+
+    def _joint_losses(self, ids: Tensor) -> list[Tensor]:
+        """The trunk's cross-entropy, then the weighted loss of each draft."""
+        hidden = self.model.hidden(ids)
+        logits = self.model.logits(hidden)
+        losses = [functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())]
+        teacher = logits.detach().softmax(-1)
+        for j, state in enumerate(draft_outputs(self.model, ids, hidden), 1):
+            draft = self.model.draft_logits(state).log_softmax(-1)
+            rows = draft.shape[1]
+            soft = -(teacher[:, j : j + rows] * draft).sum(-1).mean()
+            if j + 1 + rows > ids.shape[1]:  # the last guess lies behind the window
+                rows -= 1
+            hard = functional.nll_loss(draft[:, :rows].flatten(0, 1), ids[:, j + 1 : j + 1 + rows].flatten())
+            losses.append(JOINT_WEIGHTS[j - 1] * (soft + hard) / 2)
+        return losses
+
+    @torch.no_grad()
+    def _validate_joint(self, step: int, average: dict[str, Tensor]) -> float:
+        with _Weights(self.model, average), self.autocast():
+            total = torch.stack(
+                [torch.stack(self._joint_losses(part)) for part in self.validation.split(self.settings.batch)]
+            ).mean(0)
+        self._say("joint", step, trunk_loss=total[0].item(), loss=total.sum().item())
+        return total.sum().item()
+
+    # Phase 2
+
+    def distil(self) -> None:
+        s = self.settings
+        self.model.set_dropout(s.distill_dropout)
+        self.generated = self._generate(self._train_prompts(s.generated), s.generated_length, sample=True)
+        self.written = self._generate(self.validation_prompts, PROMPT + s.new_tokens + CHAIN, sample=False)
+        self._say("generate", 0, tokens=float(self.generated.numel()))
+        parameters = [(name, p) for name, p in self.model.named_parameters() if name.startswith("mtp.")]
+        best: tuple[float, dict[str, Tensor]] | None = None
+        for step, average in self._optimise("distil", parameters, s.distill_steps, s.distill_lr, self._distil_loss):
+            length = self._validate_drafts(step, average)
+            if best is None or length > best[0]:
+                best = length, {name: value.clone() for name, value in average.items()}
+        self._keep(best)
+
+    def _train_prompts(self, count: int) -> Tensor:
+        return self.windows(self.train, count, PROMPT)
+
+    @torch.no_grad()
+    def _generate(self, prompts: Tensor, length: int, sample: bool) -> Tensor:
+        """Sequences [M, length] that continue the prompts [M, P], greedily; with `sample`, in turns with sampling at
+        temperature 1, so that greedy spans also start behind text that is not in the corpus."""
+        self.model.eval()
+        generator = torch.Generator(self.device).manual_seed(self.settings.seed + 1)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        done = []
+        with self.autocast():
+            for start in prompts.split(1024):
+                ids, tokens = start, [start]
+                cache = KvCache(self.model, self.settings.layers, len(start), length, dtype)
+                turn = torch.arange(len(start), device=self.device) % 2 * _SPAN
+                for position in range(start.shape[1], length):
+                    logits = self.model.logits(self.model.hidden(ids, cache)[:, -1:])[:, 0]
+                    ids = logits.argmax(-1, keepdim=True)
+                    if sample:
+                        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+                        sampled = (position + turn) // _SPAN % 2 == 0
+                        ids = torch.where(sampled[:, None], drawn, ids)
+                    tokens.append(ids)
+                done.append(torch.cat(tokens, 1))
+        self.model.train()
+        return torch.cat(done)
+
+    def _distil_loss(self, step: int) -> Tensor:
+        s = self.settings
+        if step % 3 == 0:
+            ids = self.windows(self.train, s.batch, s.window)
+        else:
+            rows = min(len(self.generated), s.batch * s.window // self.generated.shape[1])
+            picks = torch.randint(len(self.generated), (rows,), generator=self.generator)
+            ids = self.generated[picks.to(self.device)]
+        with torch.no_grad():
+            self.model.eval()
+            hidden = self.model.hidden(ids)
+            logits = self.model.logits(hidden)
+            self.model.train()
+        teacher, choice = logits.softmax(-1), logits.argmax(-1)
+        loss = torch.zeros((), device=self.device)
+        for j, state in enumerate(draft_outputs(self.model, ids, hidden), 1):
+            draft = self.model.draft_logits(state).log_softmax(-1)
+            rows = draft.shape[1]
+            soft = -(teacher[:, j : j + rows] * draft).sum(-1).mean()
+            hard = functional.nll_loss(draft.flatten(0, 1), choice[:, j : j + rows].flatten())
+            loss = loss + DISTILL_WEIGHTS[j - 1] * (soft + hard) / 2
+        return loss
+
+    @torch.no_grad()
+    def _validate_drafts(self, step: int, average: dict[str, Tensor]) -> float:
+        """The mean accepted length on the trunk's greedy continuations of validation prompts, each position a base."""
+        lengths = []
+        with _Weights(self.model, average), self.autocast():
+            for ids in self.written.split(256):
+                hidden = self.model.hidden(ids)
+                choice = self.model.logits(hidden).argmax(-1)
+                alive, length = None, torch.ones(())
+                for j, state in enumerate(draft_outputs(self.model, ids, hidden), 1):
+                    rows = state.shape[1]
+                    hit = self.model.draft_logits(state).argmax(-1) == choice[:, j : j + rows]
+                    alive = hit if alive is None else alive & hit
+                    length = length + alive[:, PROMPT:].float().mean().cpu()
+                lengths.append(length)
+        mean = torch.stack(lengths).mean().item()
+        self._say("distil", step, accepted_length=mean)
+        return mean
+
+    # Both
+
+    def _optimise(
+        self, phase: str, parameters: Parameters, steps: int, peak: float, loss_of: Callable[[int], Tensor]
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """AdamW with warm-up and cosine; yields (step, averaged weights) at each validation and at the end."""
+        s = self.settings
+        matrices = [p for _, p in parameters if p.ndim == 2]
+        vectors = [p for _, p in parameters if p.ndim != 2]
+        groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimiser = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=self.device.type == "cuda")
+        live = [p.data for _, p in parameters]
+        average = {name: p.detach().clone() for name, p in parameters}
+        self.model.train()
+        recent = torch.zeros((), device=self.device)
+        for step in range(steps):
+            warm = min(1.0, (step + 1) / s.warmup)
+            rate = peak * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            with self.autocast():
+                loss = loss_of(step)
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([p for _, p in parameters], 1.0)
+            optimiser.step()
+            # A young average forgets its start faster.
+            decay = min(s.ema, (step + 1) / (step + 10))
+            torch._foreach_lerp_(list(average.values()), live, 1 - decay)
+            recent = recent.lerp(loss.detach(), 0.1 if step else 1.0)
+            if (step + 1) % s.validate_every == 0 or step + 1 == steps:
+                if not torch.isfinite(recent):
+                    raise SystemExit(f"the {phase} loss is {recent.item()} after step {step + 1}")
+                self._say(phase, step + 1, train_loss=recent.item())
+                yield step + 1, average
+
+    def _keep(self, best: tuple[float, dict[str, Tensor]] | None) -> None:
+        assert best is not None
+        self.model.load_state_dict(best[1], strict=False)
+
+    def _say(self, phase: str, step: int, **values: float) -> None:
+        self.log.append({"phase": phase, "step": float(step), **values})
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        print(f"{time.monotonic() - self.started:6.1f} s  {phase} {step:5d}  {shown}", flush=True)
+
+
+class _Weights:
+    """Within the block the model evaluates with other weights and without dropout; then it trains on with its own."""
+
+    def __init__(self, model: DemoModel, weights: dict[str, Tensor]) -> None:
+        self.model, self.weights = model, weights
+
+    def __enter__(self) -> None:
+        current = dict(self.model.named_parameters())
+        self.saved = {name: current[name].detach().clone() for name in self.weights}
+        self.model.load_state_dict(self.weights, strict=False)
+        self.model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self.model.load_state_dict(self.saved, strict=False)
+        self.model.train()
