@@ -22,7 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from spark_py import ops
+from spark_py.ops import gemm as gemm_ops
+from spark_py.ops import gemv as gemv_ops
+from spark_py.ops import paged_decode
 from spark_py.runtime import DevicePtr, GpuBackend, open_backend
 
 ROTATE_BYTES = 192 << 20
@@ -134,7 +136,7 @@ def gemv(bench: Bench, n: int, k: int) -> dict[str, Any]:
     px, po, pw = bench.pointer(x), bench.pointer(out), [bench.pointer(w) for w in weights]
 
     def run(index: int) -> None:
-        ops.gemv.dense_gemv(bench.gpu, kernel, px, pw[index], po, n, k, bench.stream)
+        gemv_ops.dense_gemv(bench.gpu, kernel, px, pw[index], po, n, k, bench.stream)
 
     ours = bench.microseconds([run] * count)
     theirs = bench.torch_microseconds(lambda i: bench.torch.mv(weights[i], x), count)
@@ -151,7 +153,7 @@ def gemm(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     pa, pb, po = [bench.pointer(t) for t in a], [bench.pointer(t) for t in b], bench.pointer(out)
 
     def run(index: int) -> None:
-        ops.gemm.dense_gemm_pipelined(bench.gpu, kernel, pa[index], pb[index], po, m, n, k, bench.stream)
+        gemm_ops.dense_gemm_pipelined(bench.gpu, kernel, pa[index], pb[index], po, m, n, k, bench.stream)
 
     ours = bench.microseconds([run] * count)
     theirs = bench.torch_microseconds(lambda i: bench.torch.matmul(a[i], b[i].T), count)
@@ -176,7 +178,7 @@ def attention(bench: Bench, sequences: int, length: int, heads: int, kv_heads: i
     scale = 1.0 / math.sqrt(head_dim)
 
     def run(index: int) -> None:
-        ops.paged_decode.paged_decode_attn(
+        paged_decode.paged_decode_attn(
             bench.gpu,
             kernel,
             pointers[0],
