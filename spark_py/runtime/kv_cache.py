@@ -8,7 +8,6 @@ take the pool's base. Offsets are exact integers of any size.
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from dataclasses import dataclass
 from types import TracebackType
@@ -271,9 +270,9 @@ def _fp8_scale(name: str, value: float) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise InvalidArgumentError(name, value, limit) from None
-    with np.errstate(over="ignore", under="ignore", divide="ignore"):
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         single = np.float32(number)
         inverse = np.float32(1) / single
-    if not (number > 0 and single > 0 and math.isfinite(single) and math.isfinite(inverse) and inverse > 0):
+    if not (0 < single < np.inf and inverse < np.inf):
         raise InvalidArgumentError(name, value, limit)
     return float(single)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spark_py.runtime import buffers
 from spark_py.runtime.buffer_accessors import BufferAccessors
 from spark_py.runtime.buffer_sizes import drafter_floors, engine_sizes
 from spark_py.runtime.buffers import KEPT_BY_ZERO_ALL, PREFILL_ESSENTIALS, BufferArena, BufferConfig, BufferSizes
@@ -671,7 +672,15 @@ def test_what_zeroing_covers() -> None:
     assert set(KEPT_BY_ZERO_ALL) <= {field.name for field in fields(BufferSizes)}
 
 
-def test_checksums(gpu: GpuBackend, rng: np.random.Generator, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("chunk", [64, 16 << 20])
+def test_checksums(
+    gpu: GpuBackend,
+    rng: np.random.Generator,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+) -> None:
+    monkeypatch.setattr(buffers, "_CHECKSUM_CHUNK", chunk)
     # An odd vocabulary: 606 bytes are 151 lanes and half of one.
     with arena_of(gpu, Shape(vocab_size=101, intermediate_size=64), (3, 64, 16, 1)) as arena:
         for name, nbytes in arena.sizes().items():

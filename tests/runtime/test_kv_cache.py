@@ -17,7 +17,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spark_py.runtime import open_backend
+from spark_py.runtime import kv_blocks, open_backend
 from spark_py.runtime.errors import (
     CapacityError,
     InvalidArgumentError,
@@ -248,7 +248,7 @@ def test_pools_and_strides(gpu: GpuBackend) -> None:
             with pytest.raises(KvBlockRangeError) as out:
                 cache.k_cache_ptr(0, block)
             assert (out.value.block, out.value.num_blocks) == (block, 7)
-        with pytest.raises(InvalidArgumentError):
+        with pytest.raises(InvalidArgumentError, match=r"layer is 3: the cache has layers 0 \.\. 2"):
             cache.k_pool_ptr(3)
     assert gpu.live_bytes() == before
 
@@ -446,6 +446,15 @@ def test_pool_sizes(bad: Any) -> None:
         BlockPool(2**31)
 
 
+def test_the_largest_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kv_blocks.MAX_BLOCKS == 2_147_483_647
+    monkeypatch.setattr(kv_blocks, "MAX_BLOCKS", 3)
+    assert BlockPool(3).num_free_blocks() == 3
+    with pytest.raises(CapacityError) as error:
+        BlockPool(4)
+    assert (error.value.value, error.value.capacity) == (4, 3)
+
+
 # ---------------------------------------------------------------- exhaustion
 
 
@@ -496,6 +505,8 @@ def test_growing_again_takes_nothing_more() -> None:
     """A step that failed after its table grew is tried again with the table as it is."""
     pool = BlockPool(4)
     table: list[int] = []
+    pool.grow_table(table, 0)
+    assert table == []
     pool.grow_table(table, 2)
     pool.grow_table(table, 2)
     pool.grow_table(table, 1)
