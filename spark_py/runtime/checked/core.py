@@ -100,7 +100,7 @@ class Core(GpuBackend):
         # Whether launches have a follower: a trace, debugging, or streams of other libraries.
         self._watching = debug_sync_kernels
         self._keep_alive: dict[int, dict[int, object]] = {}
-        # No capture begins and no stream dies while a thread waits for a list of streams.
+        # No capture begins or ends and no stream dies while a thread waits for a list of streams.
         self._wait_lock = threading.RLock()
         device.activate()
         device.ledger = self._memory
@@ -185,14 +185,16 @@ class Core(GpuBackend):
             raw = getattr(stream, "ptr", stream)
             failed = {self._thread_capture(), self._captures.get(raw) if type(raw) is int else None} - {None}
         for capture in failed:
-            if capture is not None and self._forget_capture(capture):
-                capture.error = error
-                self._ended_captures[capture.origin] = capture
-                with contextlib.suppress(SparkError):
-                    self._device.abort_capture(capture.origin)
+            with self._wait_lock:
+                if capture is not None and self._forget_capture(capture):
+                    capture.error = error
+                    self._ended_captures[capture.origin] = capture
+                    with contextlib.suppress(SparkError):
+                        self._device.abort_capture(capture.origin)
 
     def _forget_capture(self, capture: Capture) -> bool:
-        """Take a capture off the tables; False where another thread was quicker."""
+        """Take a capture off the tables; False where another thread was quicker. The caller holds `_wait_lock` until
+        the device has ended it too: nobody may wait for the streams before that."""
         with self._lock:
             active = self._captures.get(capture.origin) is capture
             for stream in [s for s, c in self._captures.items() if c is capture]:

@@ -170,10 +170,7 @@ class MemoryOps(Core):
     def _range(self, ptr: DevicePtr, nbytes: int, what: str) -> Allocation | None:
         """The allocation that holds the range; None for 0 bytes, where any pointer will do."""
         address = self._address(ptr)
-        if nbytes == 0:
-            return None
-        with self._lock:
-            return self._memory.check_range(address, nbytes, what)
+        return self._memory.check_range(address, nbytes, what) if nbytes else None
 
     def _pinned_for_graph(self, host: int, nbytes: int, stream: int, operation: str) -> None:
         """While `stream` captures, host memory must be this backend's pinned memory, which the graph then watches."""

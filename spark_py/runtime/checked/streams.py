@@ -122,8 +122,11 @@ class StreamOps(InteropOps):
                 f"stream_wait_event on event {event:#x}, which was last recorded inside a capture that is over: "
                 "record it again"
             )
-        self._device.wait_event(raw, event)
-        if source is not None:
+        if source is None:
+            self._device.wait_event(raw, event)
+            return
+        with self._wait_lock:  # the stream may begin to capture here
+            self._device.wait_event(raw, event)
             with self._lock:
                 source.wait(raw, event)
                 self._captures[raw] = source
@@ -195,17 +198,18 @@ class StreamOps(InteropOps):
             raise CaptureStateError(f"end_capture on stream {raw:#x} without begin_capture")
         if capture.origin != raw:
             raise CaptureStateError(f"end_capture on stream {raw:#x}, which joined the capture of {capture.origin:#x}")
-        if not self._forget_capture(capture):
-            raise CaptureStateError(f"end_capture on stream {raw:#x}, whose capture another thread ended")
-        unjoined = capture.unjoined()
-        if unjoined:
-            self._device.abort_capture(raw)
-            left = ", ".join(map(hex, unjoined))
-            raise CaptureStateError(
-                f"streams {left} joined the capture, and the origin does not wait for all of their work: record an "
-                "event there and let the origin wait for it"
-            )
-        graph = Graph(self._device.end_capture(raw), frozenset(capture.memory))
+        with self._wait_lock:
+            if not self._forget_capture(capture):
+                raise CaptureStateError(f"end_capture on stream {raw:#x}, whose capture another thread ended")
+            unjoined = capture.unjoined()
+            if unjoined:
+                self._device.abort_capture(raw)
+                left = ", ".join(map(hex, unjoined))
+                raise CaptureStateError(
+                    f"streams {left} joined the capture, and the origin does not wait for all of their work: record an "
+                    "event there and let the origin wait for it"
+                )
+            graph = Graph(self._device.end_capture(raw), frozenset(capture.memory))
         with self._lock:
             number = next(self._handle_numbers)
             self._graphs[number] = graph
@@ -217,8 +221,9 @@ class StreamOps(InteropOps):
         with self._lock:
             self._ended_captures.pop(raw, None)
             capture = self._captures.get(raw)
-        if capture is not None and self._forget_capture(capture):
-            self._device.abort_capture(capture.origin)
+        with self._wait_lock:
+            if capture is not None and self._forget_capture(capture):
+                self._device.abort_capture(capture.origin)
 
     @guarded
     def stream_is_capturing(self, stream: int) -> bool:
