@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from ._bf16 import Bf16Array
-from .gemv import dense_gemv_bf16
+from ._bf16 import Bf16Array, to_bf16
+from .gemv import dot_matrix
 
 
 def dense_gemv_bf16_batchm(x: Bf16Array, weights: Bf16Array) -> Bf16Array:
     """bf16(x[m] . w[n]): BF16 [M, K] and BF16 [N, K] give BF16 [M, N]. K % 8 == 0.
 
-    Order of the FP32 sum as `gemv.dot_rows`, so that a row's bits do not depend on M.
+    Order of the FP32 sum as `gemv.dot_matrix`, so that a row's bits do not depend on M.
     """
-    return np.stack([dense_gemv_bf16(row, weights) for row in x])
+    return to_bf16(dot_matrix(x, weights))

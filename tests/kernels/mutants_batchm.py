@@ -9,7 +9,7 @@ _CHECK = "dense_gemv_bf16_batchm::dense_gemv_bf16_batchm"
 _CU = "dense_gemv_bf16_batchm.cu"
 _STAGED = "staged[i] = a[static_cast<size_t>(i / AT_ONCE) * chunks + chunk];"
 _STORE = "spark_store(c + static_cast<size_t>(lane) * out_stride + output, halves[0] + halves[1]);"
-_PY = "return np.stack([dense_gemv_bf16(row, weights) for row in x])"
+_PY = "return to_bf16(dot_matrix(x, weights))"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -19,7 +19,7 @@ MUTANTS: tuple[Mutant, ...] = (
         py=Patch(
             "dense_gemv_bf16_batchm.py",
             _PY,
-            "return np.stack([dense_gemv_bf16(x[row % 8], weights) for row in range(len(x))])",
+            "return to_bf16(dot_matrix(x[[row % 8 for row in range(len(x))]], weights))",
         ),
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
         py=Patch(
             "dense_gemv_bf16_batchm.py",
             _PY,
-            "return (x.astype(np.float64) @ weights.astype(np.float64).T).astype(x.dtype)",
+            "return (x.astype(float) @ weights.astype(float).T).astype(x.dtype)",
         ),
     ),
     Mutant(
