@@ -8,6 +8,7 @@ replay. Each allocation has red zones; fresh and freed memory is poisoned with 0
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -277,7 +278,7 @@ class HostDevice(RawDevice):
         assert param.shape is not None
         shape = tuple(int(n) for n in param.shape(call))
         first = address + (int(param.offset(call)) if param.offset else 0) * param.dtype.itemsize
-        nbytes = int(np.prod(shape, dtype=object)) * param.dtype.itemsize
+        nbytes = math.prod(shape) * param.dtype.itemsize
         if nbytes == 0:
             return np.empty(shape, param.dtype)
         verb = {"r": "read", "w": "write", "rw": "read and write"}[param.access]
@@ -352,7 +353,7 @@ class HostDevice(RawDevice):
             return array_at(address, shape, np.dtype(dtype))
         # A slice of the owner keeps the memory alive for as long as the view is.
         at = address - block.base
-        nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         return block.body[at : at + nbytes].view(dtype).reshape(shape)
 
     def foreign_range(self, array: Any) -> tuple[int, int]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,5 @@ def fill(dst: int, value: int, nbytes: int) -> None:
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """An array over memory that somebody else owns."""
-    nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-    array: np.ndarray[Any, Any] = flat.view(dtype).reshape(shape)
-    return array
+    nbytes = math.prod(shape) * dtype.itemsize
+    return np.ndarray(shape, dtype, memoryview((ctypes.c_uint8 * nbytes).from_address(address)))
