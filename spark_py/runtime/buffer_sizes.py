@@ -260,7 +260,8 @@ def drafter_floors(config: BufferConfig, max_batch_tokens: int, max_seq_len: int
     ffn = max(c.intermediate_size, c.moe_intermediate_size)
     experts = c.num_experts_per_tok
     row = rows * h * 2
-    expert_rows = rows * max(experts * c.moe_intermediate_size, ffn) * 2
+    # A head without a width for its experts gives each the dense width.
+    expert_rows = rows * max(experts * (c.moe_intermediate_size or c.intermediate_size), ffn) * 2
     return {
         "hidden_states": row,
         "residual": row,

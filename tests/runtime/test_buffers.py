@@ -391,6 +391,7 @@ def test_splitk_workspace_follows_the_device(sms: int, expected: int) -> None:
         ("logits", {"vocab_size": 50}, (2, 64, 16, 1), 200, 512),  # the shared expert's gate row
         ("ssm_qkvz", {"intermediate_size": 8192}, (2, 64, 16, 1), 256, 32_768),  # the shared expert's up row
         ("expert_gate_out", {"moe_intermediate_size": 1024}, (4, 64, 16, 1), 1024, 8192),
+        ("expert_up_out", {"num_experts": 8, "num_experts_per_tok": 2}, (4, 64, 16, 1), 1024, 2048),  # 128 wide each
         ("expert_down_out",
          {"num_experts": 8, "num_experts_per_tok": 2, "moe_input": 16}, (4, 64, 16, 1), 256, 1024),  # latent experts
         ("scratch", {}, (1, 1 << 20, 0, 1), 133_120, 311_556),  # a table of 65537 behind 49152 + 256
