@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""One backend and one seed for the whole run: `pytest --backend host|cuda --seed N`.
+"""One backend and one seed for the whole run: `pytest --backend host|emulated|emulated-checked|cuda --seed N`.
 
 Tests take `gpu` (a GpuBackend) and `rng` (a NumPy Generator of their own) and never name a backend.
 """
@@ -27,7 +27,7 @@ else:
 if TYPE_CHECKING:
     from spark_py.runtime.gpu import GpuBackend
 
-BACKENDS = ("host", "cuda")
+BACKENDS = ("host", "emulated", "emulated-checked", "cuda")
 
 
 def _seed(text: str) -> str:
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def backend_name(request: pytest.FixtureRequest) -> str:
-    """The backend of this run: "host" or "cuda"."""
+    """The backend of this run: "host", "emulated", "emulated-checked" or "cuda"."""
     return str(request.config.getoption("--backend"))
 
 
@@ -146,7 +146,8 @@ def gpu(backend_name: str, cuda_session: GpuBackend | None, kernels_used: set[st
         return
     from spark_py.runtime import open_backend
 
-    with open_backend(backend_name, on_leak="warn") as backend:
+    checked = backend_name == "emulated-checked"
+    with open_backend(backend_name.removesuffix("-checked"), on_leak="warn", checked=checked) as backend:
         yield backend
         if not backend.closed:
             _note_used(backend, kernels_used)

@@ -8,6 +8,7 @@ says them in its message. The Rust runtime has untyped messages only; the situat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -403,3 +404,103 @@ class ConfigError(SparkError, ValueError):
 
 class ProposerStateError(SparkError):
     """A draft proposer was asked for something that the state of the sequence does not allow; nothing changed."""
+
+
+# ---------------------------------------------------------------- what a kernel did wrong, as the CPU emulation sees it
+
+
+@dataclass(frozen=True, slots=True)
+class FaultAccess:
+    """One side of a fault: `block` and `thread` as (x, y, z), `verb` ("reads", "writes", "updates" or ""), and `line`
+    as "file:line" of the source, "" where it is not known."""
+
+    block: tuple[int, int, int]
+    thread: tuple[int, int, int]
+    verb: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        where = f" at {self.line}" if self.line else ""
+        verb = f" {self.verb}" if self.verb else ""
+        return f"block {self.block} thread {self.thread}{verb}{where}"
+
+
+class KernelFaultError(SparkError):
+    """A kernel did what CUDA leaves undefined; the launch was ended, the backend goes on.
+
+    `kernel` is "module::function". `access` is who did it and `other` the second thread where two are concerned.
+    `buffer` names the memory ("" where none is), `offset` (None without a buffer) and `nbytes` say which bytes of it.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        message: str,
+        *,
+        access: FaultAccess | None = None,
+        other: FaultAccess | None = None,
+        buffer: str = "",
+        offset: int | None = None,
+        nbytes: int = 0,
+        address: int = 0,
+    ) -> None:
+        self.kernel, self.access, self.other = kernel, access, other
+        self.buffer, self.offset, self.nbytes, self.address = buffer, offset, nbytes, address
+        parts = [f"{kernel}: {message}"]
+        if access is not None:
+            parts.append(str(access))
+        if other is not None:
+            parts.append(f"against {other}")
+        if buffer:
+            parts.append(f"byte {offset} of {buffer}")
+        elif address:
+            parts.append(f"address {address:#x}, near no buffer")
+        super().__init__("; ".join(parts))
+
+
+class DataRaceError(KernelFaultError):
+    """Two threads of a block use the same bytes, one of them writes, and no barrier or __syncwarp is between."""
+
+
+class BlockOverlapError(KernelFaultError):
+    """Two blocks use the same bytes of a buffer and one of them writes: their order is nobody's to say."""
+
+
+class KernelBoundsError(KernelFaultError):
+    """A read or write outside of every live allocation, or past the end of shared memory or an array."""
+
+
+class KernelAlignmentError(KernelFaultError):
+    """An access to an address that is no multiple of what its type needs."""
+
+
+class UninitializedSharedError(KernelFaultError):
+    """A read of shared memory that no thread of the block has written."""
+
+
+class BarrierDivergenceError(KernelFaultError):
+    """Not all threads of a block come to the same barrier."""
+
+
+class KernelDeadlockError(KernelFaultError):
+    """No thread of a block can go on; the message says who waits where."""
+
+
+class WarpMaskError(KernelFaultError):
+    """Lanes of a warp call different collectives, or one whose mask or source lane does not fit who takes part."""
+
+
+class KernelTimeoutError(KernelFaultError):
+    """A launch that ran longer than the backend allows: an endless loop, or a wait for what no other thread does."""
+
+
+class KernelCrashError(KernelFaultError):
+    """A kernel used memory that is not there, divided by zero, or overflowed its stack."""
+
+
+class KernelTrapError(KernelFaultError):
+    """A kernel called __trap(), or an assert of it failed."""
+
+
+class KernelResourceError(KernelFaultError):
+    """The CPU emulation has no memory for a launch; nothing ran."""
