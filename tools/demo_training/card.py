@@ -11,8 +11,10 @@ GOALS = {
     "first-draft acceptance": 0.72,
     "mean accepted length": 2.6,
     "teacher-forced first-draft agreement": 0.65,
+    "distinct 4-grams of the output": 0.25,
 }
-"""The least that a shipped checkpoint reaches on held-out files."""
+"""The least that a shipped checkpoint reaches on held-out files. The last is there because a model that repeats one
+token has perfect acceptance."""
 
 
 def reached(metrics: dict[str, Any]) -> dict[str, float]:
@@ -21,6 +23,7 @@ def reached(metrics: dict[str, Any]) -> dict[str, float]:
         "first-draft acceptance": run["acceptance_by_position"][0],
         "mean accepted length": run["mean_accepted_length"],
         "teacher-forced first-draft agreement": metrics["teacher_forced"]["held-out"]["agreement"][0],
+        "distinct 4-grams of the output": metrics["distinct_four_grams"],
     }
 
 
@@ -40,7 +43,6 @@ def summary(metrics: dict[str, Any]) -> str:
     for part, row in metrics["teacher_forced"].items():
         shares = "  ".join(f"{x:.3f}" for x in row["agreement"])
         lines.append(f"{'teacher-forced agreement, ' + part:44}{shares}   trunk loss {row['trunk_loss']:.3f}")
-    lines.append(f"{'distinct 4-grams of the output':44}{metrics['distinct_four_grams']:8.3f}")
     lines.append(f"{'equal to transformers':44}{metrics['verify']['equal']!s:>8}")
     size = metrics["size"]
     lines.append(f"{'parameters, folder bytes':44}{size['parameters']:8d}  {size['folder_bytes']}")
