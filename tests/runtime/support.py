@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from spark_py.runtime import DevicePtr, GpuBackend, KernelHandle, open_backend
+from spark_py.runtime import DevicePtr, GpuBackend, GraphHandle, KernelHandle, open_backend
 from spark_py.runtime.errors import SparkError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -105,3 +106,26 @@ def refused(kind: type[SparkError], *parts: str) -> Iterator[Any]:
 def second_backend(gpu: GpuBackend, **options: Any) -> GpuBackend:
     """Another backend of the same kind, on the same device."""
     return open_backend(gpu.name, gpu.ordinal, **options)  # type: ignore[arg-type]
+
+
+def capture(gpu: GpuBackend, stream: int, body: Callable[[], object]) -> GraphHandle:
+    """The graph of what `body` queues."""
+    gpu.begin_capture(stream)
+    body()
+    return gpu.end_capture(stream)
+
+
+def in_thread(body: Callable[[], object]) -> BaseException | None:
+    """Run `body` on a thread of its own; what it raised, if anything."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            body()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
