@@ -5,6 +5,7 @@
 #include "spark_common.cuh"
 
 // output = embed_table[id], id = *argmax_result, and *token_id_out = id. Grid ceil(hidden_size / 256), block 256.
+// token_id_out may be argmax_result: other blocks still read it then, so nothing is written.
 extern "C" __global__ void embed_from_argmax(const unsigned int* argmax_result, const __nv_bfloat16* embed_table,
                                              __nv_bfloat16* output, unsigned int* token_id_out,
                                              unsigned int hidden_size) {
@@ -13,7 +14,7 @@ extern "C" __global__ void embed_from_argmax(const unsigned int* argmax_result, 
     if (i < hidden_size) {
         output[i] = embed_table[static_cast<size_t>(id) * hidden_size + i];
     }
-    if (i == 0u) {
+    if (i == 0u && token_id_out != argmax_result) {
         *token_id_out = id;
     }
 }
