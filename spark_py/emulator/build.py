@@ -190,7 +190,7 @@ def _unit(source: ModuleSource, text: str, everything: str, names: Sequence[str]
 
 
 def build_module(source: ModuleSource, checked: bool, extra: Sequence[str] = ()) -> Built:
-    """The library of a .cu file's kernels. `extra` names kernels that the file's text does not show: a macro makes them.
+    """The library of a .cu file's kernels. `extra` names kernels that a macro makes, which the text does not show.
 
     CompileError (file, line, log) or HeaderNotFoundError where the file does not compile.
     """
