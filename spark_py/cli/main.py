@@ -18,6 +18,7 @@ from spark_py.runtime.errors import SparkError
 
 _COMMANDS = {
     "demo": ("spark_py.cli.demo", "demo_command"),
+    "generate": ("spark_py.cli.generate", "generate_command"),
     "check": ("spark_py.cli.check", "check_command"),
     "kernels": ("spark_py.cli.kernels", "kernels_command"),
     "doctor": ("spark_py.cli.doctor", "doctor_command"),

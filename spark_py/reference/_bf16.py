@@ -53,7 +53,8 @@ def folded(values: F32Array) -> F32Array:
     while step:
         values = values[:step] + values[step : 2 * step]
         step //= 2
-    return values[0]
+    total: F32Array = values[0]
+    return total
 
 
 def padded(values: F32Array, length: int) -> F32Array:

@@ -59,7 +59,8 @@ def dot_matrix(x: Bf16Array, weights: Bf16Array) -> F32Array:
 
 def dot_rows(x: Bf16Array, weights: Bf16Array) -> F32Array:
     """x . w of each row w: BF16 [K] and BF16 [N, K] give FP32 [N]; otherwise as `dot_matrix`."""
-    return dot_matrix(x[None], weights)[0]
+    row: F32Array = dot_matrix(x[None], weights)[0]
+    return row
 
 
 def dense_gemv_bf16(x: Bf16Array, weights: Bf16Array) -> Bf16Array:

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from spark_py import __version__
 from spark_py.catalog import all_kernels, find
 from spark_py.catalog.spec import DTYPES
-from spark_py.cli import demo, main
+from spark_py.cli import kernel_demo, main
 from spark_py.runtime.errors import CompileError, InvalidArgumentError, LeakError
 
 ROOT = Path(main.__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def test_version_and_help_name_every_command() -> None:
     assert call("--version").stdout == f"spark-py, version {__version__}\n"
     result = call("--help")
     assert result.exit_code == 0
-    for name in ("check", "demo", "doctor", "kernels"):
+    for name in ("check", "demo", "doctor", "generate", "kernels"):
         assert f"\n  {name} " in result.stdout
 
 
@@ -89,6 +89,7 @@ def test_no_log_handler_stays_behind() -> None:
 
 def test_import_touches_no_gpu_library() -> None:
     script = "import sys, spark_py.cli.main, spark_py.cli.kernels, spark_py.cli.doctor, spark_py.cli.demo; "
+    script += "import spark_py.cli.generate; "
     script += "print(*({'cupy', 'torch', 'cuda'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
@@ -127,7 +128,7 @@ def test_kernels_of_no_match() -> None:
 
 
 def test_demo_reports_what_it_ran() -> None:
-    result = call("demo", "--backend", "host", "--seed", "3")
+    result = call("demo", "--kernels", "--backend", "host", "--seed", "3")
     assert result.exit_code == 0
     assert f"{len(list(all_kernels()))} kernels" in result.stdout
     assert "backend host" in result.stdout
@@ -135,15 +136,15 @@ def test_demo_reports_what_it_ran() -> None:
 
 
 def test_demo_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = demo.run_kernel
+    right = kernel_demo.run_kernel
 
     def wrong(*arguments: Any) -> Any:
         sums, norm = right(*arguments)
         norm.view(np.uint16)[2, 100] += 2
         return sums, norm
 
-    monkeypatch.setattr(demo, "run_kernel", wrong)
-    result = call("demo", "--backend", "host")
+    monkeypatch.setattr(kernel_demo, "run_kernel", wrong)
+    result = call("demo", "--kernels", "--backend", "host")
     assert result.exit_code == 1
     assert "the kernel is wrong" in result.stderr
 
@@ -151,7 +152,7 @@ def test_demo_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ulp_distance() -> None:
     numbers = np.array([1.0, -1.0, 0.0, -0.0, 2.0], DTYPES["bf16"])
     others = np.array([1.0078125, -1.0078125, -0.0, 0.0, -2.0], DTYPES["bf16"])
-    assert demo.ulp_distance(numbers, others).tolist() == [1, 1, 0, 0, 2 * 0x4000]
+    assert kernel_demo.ulp_distance(numbers, others).tolist() == [1, 1, 0, 0, 2 * 0x4000]
 
 
 def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
