@@ -196,6 +196,8 @@ def make_rig(
         levers,
         norm=norm,
     )
+    for pool in (head.kv_cache.k_pool_ptr(0), head.kv_cache.v_pool_ptr(0)):
+        gpu.memset(pool, 0xFF, head.kv_cache.total_bytes() // 2)
     return Rig(gpu, c, arrays, head, ForwardContext(buffers, gpu, c, levers), gpu.default_stream())
 
 

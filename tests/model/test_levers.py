@@ -43,6 +43,14 @@ def test_mtp_max_seqs(text: str, seqs: int) -> None:
         ("inf", 0.99),
         ("x", 0.0),
         ("", 0.0),
+        (".5", 0.5),
+        ("5e-1", 0.5),
+        ("+0.5", 0.5),
+        (" 0.5", 0.0),
+        ("0.5\n", 0.0),
+        ("0_1", 0.0),
+        ("e1", 0.0),
+        (".", 0.0),
     ],
 )
 def test_draft_conf(text: str, tau: float) -> None:

@@ -294,6 +294,8 @@ def test_rows_move_from_one_state_to_another(gpu: GpuBackend, rng: np.random.Gen
         rig.head.install_drafter_kv(heir, blocks, 33, 40)
     with pytest.raises(InvalidArgumentError, match="last_pair_key is 17"):
         rig.head.install_drafter_kv(heir, blocks, 19, 17)
+    with pytest.raises(InvalidArgumentError, match="not given back"):
+        rig.head.install_drafter_kv(heir, [*blocks, blocks[1] + 1], count, key)
     assert rig.head.install_drafter_kv(heir, blocks, count, key)
     assert not rig.head.install_drafter_kv(heir, blocks, count, key), "the state has rows already"
     for a, b in zip(rig.rows(heir), rows, strict=True):

@@ -221,6 +221,9 @@ class MtpHead(MtpHeadPrefill, DraftProposer):
             raise InvalidArgumentError(
                 "last_pair_key", key, f"at least {held - 1}, since {held} rows have keys of their own"
             )
+        for block in blocks:
+            if self.kv_cache.ref_count(block) == 0:
+                raise InvalidArgumentError("blocks", block, "a block that was taken from this head and not given back")
         if own.block_table or own.seq_len:
             return False
         own.block_table.extend(blocks)
