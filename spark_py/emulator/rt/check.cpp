@@ -71,6 +71,12 @@ struct Checker {
     std::vector<unsigned char> written;  // one flag a byte of shared memory
     std::vector<unsigned char> known;    // blocks whose work this one is behind
     bool fenced = false, joined = false;
+    // The block's first read of shared memory that nobody had written. It waits for the block's end: a thread that writes
+    // there later makes it a race, which says more.
+    bool read_early = false;
+    unsigned early_lane, early_size;
+    uint64_t early_address;
+    void* early_pc;
 };
 
 namespace {
@@ -183,17 +189,16 @@ void shared_access(Worker* worker, uint64_t address, unsigned size, bool write, 
         out_of_bounds(worker, address, size, write, atomic, pc);
     }
     unsigned char* written = checker->written.data() + (address - start);
+    const bool early = (!write || atomic) && memchr(written, 0, size) != nullptr;
     if (write) {
         memset(written, 1, size);
     }
-    if ((!write || atomic) && memchr(written, 0, size) != nullptr) {
-        EmuFault* fault = claim_fault(worker, EMU_UNINITIALISED);
-        if (fault != nullptr) {
-            name_here(fault, worker, access_of(write, atomic), pc);
-            name_address(fault, worker, address, size);
-            say(fault, "reads %u bytes of shared memory that no thread of the block has written", size);
-        }
-        leave(worker);
+    if (early && !checker->read_early) {
+        checker->read_early = true;
+        checker->early_lane = spark_emu_lane->linear;
+        checker->early_size = size;
+        checker->early_address = address;
+        checker->early_pc = pc;
     }
     touch(worker, &checker->shared, address, size, write, atomic, pc);
 }
@@ -304,7 +309,22 @@ void checker_block_begins(Worker* worker) {
     if (checker->joined || checker->known.empty()) {
         checker->known.assign(static_cast<size_t>(worker->grid->blocks < (1u << 24) ? worker->grid->blocks : 0) + 1, 0);
     }
-    checker->fenced = checker->joined = false;
+    checker->fenced = checker->joined = checker->read_early = false;
+}
+
+void checker_block_ends(Worker* worker) {
+    const Checker* checker = worker->checker;
+    if (!checker->read_early) {
+        return;
+    }
+    EmuFault* fault = claim_fault(worker, EMU_UNINITIALISED);
+    if (fault != nullptr) {
+        const uint64_t pc = reinterpret_cast<uint64_t>(checker->early_pc) - module_base(worker);
+        name_place(&fault->here, worker, worker->block_number, checker->early_lane, EMU_READ, pc);
+        name_address(fault, worker, checker->early_address, checker->early_size);
+        say(fault, "reads %u bytes of shared memory that no thread of the block has written", checker->early_size);
+    }
+    leave(worker);
 }
 
 void checker_barrier(Worker* worker) {

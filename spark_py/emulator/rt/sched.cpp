@@ -198,6 +198,9 @@ void run_block(Worker* worker, uint64_t number) {
     }
     spark_emu_switch(&worker->main_sp, enter(worker, pick(worker)));
     spark_emu_lane = nullptr;
+    if (worker->checker != nullptr) {
+        checker_block_ends(worker);
+    }
 }
 
 void suspend(Worker* worker, Lane* lane) {

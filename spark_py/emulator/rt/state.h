@@ -117,6 +117,7 @@ uint64_t relative_pc(void* pc);
 Checker* make_checker(const EmuLaunch* launch, Checker* first);
 void free_checker(Checker* checker, bool last);
 void checker_block_begins(Worker* worker);
+void checker_block_ends(Worker* worker);
 void checker_barrier(Worker* worker);
 void checker_syncwarp(Worker* worker, unsigned warp, uint32_t lanes);
 void checker_atomic(Worker* worker, uint64_t address, unsigned size, void* pc);

@@ -8,18 +8,20 @@
 #define gridDim (*reinterpret_cast<const dim3*>(&spark_emu_lane->block->grid))
 #define warpSize 32
 
-// Where a call stands in the source: what messages name.
-#define SPARK_EMU_HERE (EmuSite{__builtin_FILE(), __builtin_LINE()})
+// Last parameters of a function: where its call stands in the source, which is what messages name. Two plain parameters,
+// since GCC folds a structure of them where it is declared.
+#define SPARK_EMU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define SPARK_EMU_HERE (EmuSite{file, line})
 
-static inline void __syncthreads(EmuSite site = SPARK_EMU_HERE) { spark_emu_barrier(EMU_SYNC, 0, site); }
-static inline int __syncthreads_count(int predicate, EmuSite site = SPARK_EMU_HERE) {
-    return spark_emu_barrier(EMU_COUNT, predicate, site);
+static inline void __syncthreads(SPARK_EMU_SITE) { spark_emu_barrier(EMU_SYNC, 0, SPARK_EMU_HERE); }
+static inline int __syncthreads_count(int predicate, SPARK_EMU_SITE) {
+    return spark_emu_barrier(EMU_COUNT, predicate, SPARK_EMU_HERE);
 }
-static inline int __syncthreads_and(int predicate, EmuSite site = SPARK_EMU_HERE) {
-    return spark_emu_barrier(EMU_ALL, predicate, site);
+static inline int __syncthreads_and(int predicate, SPARK_EMU_SITE) {
+    return spark_emu_barrier(EMU_ALL, predicate, SPARK_EMU_HERE);
 }
-static inline int __syncthreads_or(int predicate, EmuSite site = SPARK_EMU_HERE) {
-    return spark_emu_barrier(EMU_ANY, predicate, site);
+static inline int __syncthreads_or(int predicate, SPARK_EMU_SITE) {
+    return spark_emu_barrier(EMU_ANY, predicate, SPARK_EMU_HERE);
 }
 
 static inline void __threadfence() { spark_emu_fence(); }
@@ -32,7 +34,7 @@ static inline clock_t spark_emu_clock32() { return static_cast<clock_t>(spark_em
 #define clock spark_emu_clock32
 static inline unsigned long long __globaltimer() { return static_cast<unsigned long long>(spark_emu_clock()); }
 
-static inline void __trap(EmuSite site = SPARK_EMU_HERE) { spark_emu_trap("__trap()", site); }
+static inline void __trap(SPARK_EMU_SITE) { spark_emu_trap("__trap()", SPARK_EMU_HERE); }
 #undef assert
 #define assert(condition) ((condition) ? (void)0 : spark_emu_trap("assert(" #condition ")", EmuSite{__FILE__, __LINE__}))
 #define printf spark_emu_printf

@@ -22,56 +22,56 @@ static inline T collect(uint32_t op, uint32_t mask, T value, int arg, int width,
 }  // namespace spark_emu
 
 template <class T>
-static inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, EmuSite site = SPARK_EMU_HERE) {
-    return spark_emu::collect(EMU_SHFL_IDX, mask, value, lane, width, site);
+static inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, SPARK_EMU_SITE) {
+    return spark_emu::collect(EMU_SHFL_IDX, mask, value, lane, width, SPARK_EMU_HERE);
 }
 template <class T>
-static inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EmuSite site = SPARK_EMU_HERE) {
-    return spark_emu::collect(EMU_SHFL_UP, mask, value, static_cast<int>(delta), width, site);
+static inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SPARK_EMU_SITE) {
+    return spark_emu::collect(EMU_SHFL_UP, mask, value, static_cast<int>(delta), width, SPARK_EMU_HERE);
 }
 template <class T>
 static inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                                 EmuSite site = SPARK_EMU_HERE) {
-    return spark_emu::collect(EMU_SHFL_DOWN, mask, value, static_cast<int>(delta), width, site);
+                                 SPARK_EMU_SITE) {
+    return spark_emu::collect(EMU_SHFL_DOWN, mask, value, static_cast<int>(delta), width, SPARK_EMU_HERE);
 }
 template <class T>
-static inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, EmuSite site = SPARK_EMU_HERE) {
-    return spark_emu::collect(EMU_SHFL_XOR, mask, value, lane_mask, width, site);
+static inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, SPARK_EMU_SITE) {
+    return spark_emu::collect(EMU_SHFL_XOR, mask, value, lane_mask, width, SPARK_EMU_HERE);
 }
 
-static inline unsigned __ballot_sync(unsigned mask, int predicate, EmuSite site = SPARK_EMU_HERE) {
-    return spark_emu::collect<unsigned>(EMU_BALLOT, mask, predicate != 0, 0, 32, site);
+static inline unsigned __ballot_sync(unsigned mask, int predicate, SPARK_EMU_SITE) {
+    return spark_emu::collect<unsigned>(EMU_BALLOT, mask, predicate != 0, 0, 32, SPARK_EMU_HERE);
 }
-static inline int __any_sync(unsigned mask, int predicate, EmuSite site = SPARK_EMU_HERE) {
-    return __ballot_sync(mask, predicate, site) != 0u;
+static inline int __any_sync(unsigned mask, int predicate, SPARK_EMU_SITE) {
+    return __ballot_sync(mask, predicate, file, line) != 0u;
 }
-static inline int __all_sync(unsigned mask, int predicate, EmuSite site = SPARK_EMU_HERE) {
-    return __ballot_sync(mask, !predicate, site) == 0u;
+static inline int __all_sync(unsigned mask, int predicate, SPARK_EMU_SITE) {
+    return __ballot_sync(mask, !predicate, file, line) == 0u;
 }
-static inline int __uni_sync(unsigned mask, int predicate, EmuSite site = SPARK_EMU_HERE) {
-    const unsigned votes = __ballot_sync(mask, predicate, site);
+static inline int __uni_sync(unsigned mask, int predicate, SPARK_EMU_SITE) {
+    const unsigned votes = __ballot_sync(mask, predicate, file, line);
     return votes == 0u || votes == mask;
 }
 template <class T>
-static inline unsigned __match_any_sync(unsigned mask, T value, EmuSite site = SPARK_EMU_HERE) {
+static inline unsigned __match_any_sync(unsigned mask, T value, SPARK_EMU_SITE) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "__match_any_sync takes 4 or 8 bytes");
     unsigned long long bits = 0;
     memcpy(&bits, &value, sizeof(T));
-    return static_cast<unsigned>(spark_emu::collect(EMU_MATCH_ANY, mask, bits, 0, 32, site));
+    return static_cast<unsigned>(spark_emu::collect(EMU_MATCH_ANY, mask, bits, 0, 32, SPARK_EMU_HERE));
 }
 template <class T>
-static inline unsigned __match_all_sync(unsigned mask, T value, int* all, EmuSite site = SPARK_EMU_HERE) {
+static inline unsigned __match_all_sync(unsigned mask, T value, int* all, SPARK_EMU_SITE) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "__match_all_sync takes 4 or 8 bytes");
     unsigned long long bits = 0;
     memcpy(&bits, &value, sizeof(T));
-    const unsigned same = static_cast<unsigned>(spark_emu::collect(EMU_MATCH_ALL, mask, bits, 0, 32, site));
+    const unsigned same = static_cast<unsigned>(spark_emu::collect(EMU_MATCH_ALL, mask, bits, 0, 32, SPARK_EMU_HERE));
     *all = same != 0u;
     return same;
 }
 
 #define SPARK_EMU_REDUCE(name, type, op)                                                         \
-    static inline type name(unsigned mask, type value, EmuSite site = SPARK_EMU_HERE) {          \
-        return spark_emu::collect(op, mask, value, 0, 32, site);                                 \
+    static inline type name(unsigned mask, type value, SPARK_EMU_SITE) {          \
+        return spark_emu::collect(op, mask, value, 0, 32, SPARK_EMU_HERE);                                 \
     }
 SPARK_EMU_REDUCE(__reduce_add_sync, unsigned, EMU_ADD)
 SPARK_EMU_REDUCE(__reduce_add_sync, int, EMU_ADD)
@@ -84,8 +84,8 @@ SPARK_EMU_REDUCE(__reduce_or_sync, unsigned, EMU_OR)
 SPARK_EMU_REDUCE(__reduce_xor_sync, unsigned, EMU_XOR)
 #undef SPARK_EMU_REDUCE
 
-static inline void __syncwarp(unsigned mask = 0xffffffffu, EmuSite site = SPARK_EMU_HERE) {
-    spark_emu::collect(EMU_SYNCWARP, mask, 0u, 0, 32, site);
+static inline void __syncwarp(unsigned mask = 0xffffffffu, SPARK_EMU_SITE) {
+    spark_emu::collect(EMU_SYNCWARP, mask, 0u, 0, 32, SPARK_EMU_HERE);
 }
 static inline unsigned __activemask() { return 1u << (spark_emu_lane->linear % 32u); }
 static inline unsigned __lanemask_lt() { return (1u << (spark_emu_lane->linear % 32u)) - 1u; }
