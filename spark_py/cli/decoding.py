@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -178,7 +179,7 @@ def decode(folder: Path, request: Request) -> list[Run]:
         what = f"{len(ids)} of the prompt and --max-new-tokens {request.max_new_tokens}"
         raise InvalidArgumentError("tokens of the sequence", length, f"{what}; the model takes {limit}")
     # Room for the drafts of the last steps too, where the model has it.
-    max_seq_len = length + min(max(wanted), request.max_new_tokens)
+    max_seq_len = length + max(wanted)
     max_seq_len = min(max_seq_len, limit) if limit else max_seq_len
 
     with (
@@ -256,12 +257,14 @@ def _table(runs: Sequence[Run]) -> Table:
         title=f"{first.family} in {first.quantization} on {first.backend}, {first.device}; drafter rows: {rows_kept}"
         + ("" if first.drafter_prefill else ", without the prompt"),
         title_justify="left",
+        box=SIMPLE_HEAD,
     )
-    for name in (
-        "drafts", "accepted", "per position", "mean accepted length", "verify steps", "new tokens", "tokens/s",
-        "identical",
-    ):  # fmt: skip
-        table.add_column(name, justify="right", min_width=14 if name == "per position" else None)
+    headers = (
+        "drafts", "accepted", "per position", "mean accepted\nlength", "verify\nsteps", "new\ntokens",
+        "tokens\nper second", "identical",
+    )  # fmt: skip
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
     for run in runs:
         shares = [
             f"{accepted / drafted:.2f}" if drafted else "-"

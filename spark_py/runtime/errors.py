@@ -379,8 +379,10 @@ class MissingWeightError(WeightError, LookupError):
             f"  {name!r}" + (f" (there is {', '.join(map(repr, self.near[name]))})" if self.near.get(name) else "")
             for name in self.missing
         ]
+        # The first line stands alone where only one is shown.
         count = "1 tensor is" if len(lines) == 1 else f"{len(lines)} tensors are"
-        super().__init__("\n".join([f"{count} not in {source}:", *lines, *([hint] if hint else [])]))
+        some = ", ".join(map(repr, self.missing[:3])) + (", ..." if len(lines) > 3 else "")
+        super().__init__("\n".join([f"{count} not in {source}: {some}", *lines, *([hint] if hint else [])]))
 
 
 class WeightNotLoadedError(WeightError, LookupError):
