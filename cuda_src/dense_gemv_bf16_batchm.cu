@@ -14,7 +14,7 @@ constexpr unsigned BATCH_STAGED = 2048u;  // chunks of X that wait in shared mem
 template <unsigned ROWS>
 __device__ __forceinline__ void gemv_rows(const uint4* a, const uint4* b, __nv_bfloat16* c, unsigned n, unsigned chunks,
                                           unsigned out_stride, uint4* staged, float (*warp_sums)[BATCH_WARPS]) {
-    constexpr unsigned STRIPES = ROWS <= 8u ? 4u : 2u;
+    constexpr unsigned STRIPES = ROWS <= 8u ? 4u : 1u;
     constexpr unsigned AT_ONCE = STRIPES * SPARK_DOT_THREADS;
     static_assert(ROWS * AT_ONCE <= BATCH_STAGED, "more than the shared memory holds");
     const unsigned group = threadIdx.x / SPARK_DOT_THREADS;
@@ -34,6 +34,7 @@ __device__ __forceinline__ void gemv_rows(const uint4* a, const uint4* b, __nv_b
     }
     for (unsigned first = 0u; first < chunks; first += AT_ONCE) {
         __syncthreads();  // what was staged before has been read
+#pragma unroll 2
         for (unsigned i = threadIdx.x; i < ROWS * AT_ONCE; i += BATCH_WARPS * SPARK_WARP) {
             const unsigned chunk = first + i % AT_ONCE;
             if (chunk < chunks) {
@@ -77,10 +78,10 @@ __device__ __forceinline__ void gemv_rows(const uint4* a, const uint4* b, __nv_b
 
 // C[m * out_stride + n] = bf16(sum over k of A[m, k] * B[n, k]), in the order of dense_gemv.cuh. Grid ceil(N / 4),
 // block 256. M from 1 to 16 (the host refuses more), K % 8 == 0, A and B on 16-byte addresses.
-extern "C" __global__ void dense_gemv_bf16_batchm(const __nv_bfloat16* __restrict__ A,
-                                                  const __nv_bfloat16* __restrict__ B, __nv_bfloat16* __restrict__ C,
-                                                  unsigned int M, unsigned int N, unsigned int K,
-                                                  unsigned int out_stride) {
+extern "C" __global__ void __launch_bounds__(256)
+    dense_gemv_bf16_batchm(const __nv_bfloat16* __restrict__ A, const __nv_bfloat16* __restrict__ B,
+                           __nv_bfloat16* __restrict__ C, unsigned int M, unsigned int N, unsigned int K,
+                           unsigned int out_stride) {
     __shared__ uint4 staged[BATCH_STAGED];
     __shared__ float warp_sums[BATCH_MAX_ROWS][BATCH_WARPS];
     const uint4* a = reinterpret_cast<const uint4*>(A);

@@ -136,12 +136,20 @@ extern "C" __global__ void __launch_bounds__(GEMM_THREADS)
         multiply(Loader<false>{a, M, first_m, K}, Loader<false>{b, N, first_n, K}, a_storage, b_storage, sums);
     }
     const auto places = Mma{}.get_slice(threadIdx.x).partition_C(make_identity_tensor(Shape<Int<TILE>, Int<TILE>>{}));
+    // A thread's outputs come in neighbouring pairs: one store each, where every pair lies on its address.
+    const bool paired = N % 2u == 0u && spark_aligned(C, 4u);
     CUTE_UNROLL
-    for (int i = 0; i < size(sums); ++i) {
+    for (int i = 0; i < size(sums); i += 2) {
         const int64_t m = first_m + get<0>(places(i));
         const int64_t n = first_n + get<1>(places(i));
-        if (m < M && n < N) {
-            spark_store(C + m * N + n, sums(i));
+        __nv_bfloat16* to = C + m * N + n;
+        if (m < M && n + 1 < N && paired) {
+            *reinterpret_cast<unsigned*>(to) = spark_pack(sums(i), sums(i + 1));
+        } else if (m < M && n < N) {
+            spark_store(to, sums(i));
+            if (n + 1 < N) {
+                spark_store(to + 1, sums(i + 1));
+            }
         }
     }
 }

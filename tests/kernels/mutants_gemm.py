@@ -10,7 +10,7 @@ _SUM_CU = "sum = sum + a_tile[threadIdx.y][i] * b_tile[threadIdx.x][i];"
 _LOOP_PY = "for k in range(depth):"
 _STORE_PY = "result[:, start : start + width] = to_bf16(sums)"
 _INSIDE_CU = "const bool inside = at_row < rows && at_k < depth;"
-_STORE_CU = "spark_store(C + m * N + n, sums(i));"
+_STORE_CU = "*reinterpret_cast<unsigned*>(to) = spark_pack(sums(i), sums(i + 1));"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -60,7 +60,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _PIPELINED,
         "truncated at the store",
-        cu=Patch("gemm_pipelined.cu", _STORE_CU, "C[m * N + n] = __float2bfloat16_rz(sums(i));"),
+        cu=Patch(
+            "gemm_pipelined.cu",
+            _STORE_CU,
+            "to[0] = __float2bfloat16_rz(sums(i)), to[1] = __float2bfloat16_rz(sums(i + 1));",
+        ),
         py=Patch(
             "gemm.py",
             _STORE_PY,
@@ -96,6 +100,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _PIPELINED,
         "columns of a ragged tile past N stored in the next row",
-        cu=Patch("gemm_pipelined.cu", "if (m < M && n < N) {", "if (m < M && m * N + n < int64_t(M) * N) {"),
+        cu=Patch(
+            "gemm_pipelined.cu", "} else if (m < M && n < N) {", "} else if (m < M && m * N + n < int64_t(M) * N) {"
+        ),
     ),
 )

@@ -71,13 +71,12 @@ def test_a_row_beyond_the_devices_shared_memory_is_refused(gpu: GpuBackend, rng:
         ops.deinterleave_qg(gpu, kernel, ptr, 1, heads, 256, 2 * heads * 256, gpu.default_stream())
 
 
-def test_a_bare_launch_past_48_kib_is_refused(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    ptr, kernel = upload(gpu, normal(rng, 2 * 49 * 256)), gpu.kernel("ssm_preprocess", "deinterleave_qg")
-    launch = KernelLaunch(gpu, kernel).grid((1, 1, 1)).block((256, 1, 1)).shared_mem(4 * 49 * 256)
-    if gpu.function_attributes(kernel).shared_dynamic_max >= 4 * 49 * 256:
-        pytest.skip("an earlier test of this run raised the kernel's limit")
+def test_a_bare_launch_past_the_limit_is_refused(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    """The launcher raises the limit, not the launch. 128 KiB are more than any launch of these tests asks for."""
+    ptr, kernel = upload(gpu, normal(rng, 2 * 128 * 256)), gpu.kernel("ssm_preprocess", "deinterleave_qg")
+    launch = KernelLaunch(gpu, kernel).grid((1, 1, 1)).block((256, 1, 1)).shared_mem(4 * 128 * 256)
     with pytest.raises(GeometryError):
-        launch.arg_ptr(ptr).arg_u32(49).arg_u32(256).arg_u32(2 * 49 * 256).launch(gpu.default_stream())
+        launch.arg_ptr(ptr).arg_u32(128).arg_u32(256).arg_u32(2 * 128 * 256).launch(gpu.default_stream())
 
 
 @pytest.mark.parametrize(
