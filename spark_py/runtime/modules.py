@@ -171,7 +171,8 @@ def _prepare(source: ModuleSource, arch: Arch) -> _Job:
     for name, value in (("std", "c++17"), ("fmad", "false")):
         if not any(re.match(rf"--?{name}=", flag) for flag in source.flags):
             options.append(f"--{name}={value}")
-    options += ["--ptxas-options=-v", *source.flags]
+    # NVRTC's own cache gives no assembler report, and with it no registers and spills.
+    options += ["--ptxas-options=-v", "--no-cache", *source.flags]
     if _lineinfo() and "-lineinfo" not in source.flags:
         options.append("-lineinfo")
     if scan.mentions(_INFINITY) and not scan.mentions(_DEFINES_INFINITY) and "math.h" not in scan.unresolved:

@@ -236,7 +236,9 @@ def find_toolkit(nvrtc: Any, find: Callable[[str], Path | None] = _pathfinder) -
         wheels = main.parent.parent
         cccl = _first_with((main / "cccl", wheels / "cuda_cccl" / "include", find("cccl")), "cuda/std")
         crt = _first_with((main, wheels / "cuda_nvcc" / "include"), "crt/mma.h")
-        include += [folder for folder in (cccl, crt) if folder is not None and folder != main]
+        # CuTe of CUDA 13 names CCCL's headers by the folder: cccl/cuda/std/...
+        beside = cccl.parent if cccl is not None and cccl.name == "cccl" else None
+        include += [folder for folder in (cccl, crt, beside) if folder is not None and folder != main]
     cutlass = _first_with((find("cutlass"), _cutlass_wheel()), "cutlass/version.h")
     stamps = [_stamp(library), *(_stamp(folder / "cuda.h") for folder in include[:1])]
     stamps += [_stamp(folder) for folder in include[1:]]

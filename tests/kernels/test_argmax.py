@@ -94,6 +94,12 @@ def cases(rng: np.random.Generator, n: int) -> list[Array]:
     holes[0] = np.nan
     holes[n // 2] = -1000.0
     rows.append(holes)
+    if n > 9:
+        # NaN just before the maximum, wherever chunks of 8 begin.
+        for at in range(1, 9):
+            row = normal(rng, n)
+            row[at - 1], row[at] = np.nan, 60.0
+            rows.append(row)
     return rows
 
 

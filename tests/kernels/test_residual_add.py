@@ -38,7 +38,9 @@ def check_residual_add(gpu: GpuBackend, rng: np.random.Generator) -> None:
         # 1 + 2**-8 is half way to the next BF16: to even, down at 1, up at 1 + 2**-7.
         a[0], b[0] = (1.0, 2.0**-8) if n % 2 else (1.0 + 2.0**-7, 2.0**-8)
         total = Output(gpu, (n,), content=a)
-        ops.residual_add(gpu, kernel, total.ptr, upload(gpu, b), n, gpu.default_stream())
+        # Ones behind the operand, so that an element too many changes the guard behind the sum.
+        more = upload(gpu, np.concatenate([b, np.ones(8, BF16)]))
+        ops.residual_add(gpu, kernel, total.ptr, more, n, gpu.default_stream())
         # BF16 sums with exponents this close are exact in FP32, so the one rounding is that of the exact sum.
         assert_same_bits(total.read(), (f64(a) + f64(b)).astype(np.float32).astype(BF16), f"n={n}")
         assert_same_bits(total.read(), reference("bf16_residual_add")(a, b), f"n={n}")

@@ -274,7 +274,9 @@ print(found.from_cache, hashlib.sha256(found.image).hexdigest())
 @needs_nvrtc
 def test_processes_side_by_side_compile_once(tmp_path: Path, tree: Path) -> None:
     command = [sys.executable, "-c", _PROCESS, str(tmp_path / "c"), str(tree)]
-    environment = os.environ | {"PYTHONPATH": str(Path(modules.__file__).parents[2])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(modules.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    }
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     workers = [subprocess.Popen(command, **pipes) for _ in range(4)]
     for worker in workers:

@@ -257,7 +257,7 @@ def test_an_installed_package_has_its_kernels_inside(tmp_path: Path) -> None:
     folder(tmp_path / "cuda_src", "wrong.cu", kernels_toml='[modules.wrong]\nsource = "wrong.cu"\n')
     folder(tmp_path / "spark_py" / "_cuda_src", "right.cu", kernels_toml='[modules.right]\nsource = "right.cu"\n')
     text = "from spark_py.runtime.manifest import KernelSet; print(*KernelSet.open().modules)"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
 
     def opened() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", text]

@@ -50,6 +50,7 @@ class LaunchOps(KernelOps):
         # The short way: a known plan, plain arguments, pointers seen before, and nobody who follows launches. Each step
         # is one that `_launch` takes too; whatever is not so goes there.
         if not (self._captures or self._watching or self._closed):
+            run = None
             try:
                 plan = self._plans.get((func.value, tuple(grid), tuple(block), shared_mem, False))
                 if (
@@ -62,10 +63,15 @@ class LaunchOps(KernelOps):
                     addresses = tuple(map(_address, plan.pick_pointers(args)))
                     state, seen = plan.seen
                     if state is self._memory.resolved and addresses in seen:
-                        plan.run(stream, addresses, plan.pick_scalars(args))
-                        return
-            except (AttributeError, TypeError, struct.error, OverflowError):
+                        run, scalars = plan.run, plan.pick_scalars(args)
+            except (AttributeError, TypeError):
                 pass
+            if run is not None:
+                try:
+                    run(stream, addresses, scalars)  # type: ignore[arg-type]
+                    return
+                except (struct.error, OverflowError):
+                    pass
         self._launch(func, grid, block, shared_mem, stream, args, kinds, False)
 
     def launch_cooperative(
