@@ -178,11 +178,10 @@ def _read(cls: type[ModelConfig], r: ConfigReader) -> ModelConfig:
     linear_field = r.positive if linear else r.count
     sparse_step = r.positive("decoder_sparse_step", 1)
     mlp_only = r.integers("mlp_only_layers", ())
-    experts = r.count("num_experts", 0)
-    if r.family == "qwen3_5":
-        sparse: tuple[int, ...] = ()
-    else:
-        sparse = tuple(i for i in range(layers) if experts and i not in mlp_only and (i + 1) % sparse_step == 0)
+    # Layers that have experts, if there are any; then the file must say how many.
+    may = [i for i in range(layers) if r.family != "qwen3_5" and i not in mlp_only and (i + 1) % sparse_step == 0]
+    experts = r.count("num_experts") if may else 0
+    sparse = may if experts else []
     # A field of a part that the model has must be there; of one that it has not, it may stay.
     expert_field = r.positive if sparse else r.count
     intermediate = r.positive("intermediate_size") if len(sparse) < layers else r.count("intermediate_size", 0)

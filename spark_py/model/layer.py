@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """What layers and draft heads agree on: their context, their state, and the DraftProposer interface.
 
-Twin of `layer.rs` and of the trait `DraftProposer` of `speculative.rs`: names, argument order and defaults are Rust's.
+Twin of `layer.rs` and of the trait `DraftProposer`: names, argument order and defaults are Rust's.
 Row, pair key and position are explained in `row_policy`.
 """
 

@@ -146,7 +146,9 @@ def test_the_arena_takes_it() -> None:
 
 def test_a_dense_model_needs_no_field_of_experts() -> None:
     leftover = {"num_experts": 512, "mlp_only_layers": [0, 1]}
-    assert ModelConfig.from_dict(RAW | leftover).num_experts_per_tok == 0
+    c = ModelConfig.from_dict(RAW | leftover)
+    assert (c.num_experts, c.num_experts_per_tok, dict(c.unknown)) == (0, 0, {"num_experts": 512})
+    assert not ModelConfig.from_dict(DENSE_27B["text_config"] | {"num_experts": 8}).is_sparse_layer(0)
 
 
 NEEDED = (
@@ -163,7 +165,7 @@ def test_a_needed_field_that_is_missing_is_named(name: str, value: str | None) -
         ModelConfig.from_dict(raw)
 
 
-@pytest.mark.parametrize("name", ["num_experts_per_tok", "moe_intermediate_size"])
+@pytest.mark.parametrize("name", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"])
 def test_a_sparse_model_needs_the_fields_of_experts(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         ModelConfig.from_dict({key: value for key, value in NEXT_80B.items() if key != name})

@@ -12,7 +12,7 @@ from spark_py.model.layers.mtp_head import MtpProposerState
 from spark_py.model.levers import ModelLevers
 from spark_py.model.row_policy import RowPolicy, catchup_range
 from spark_py.runtime.errors import CapacityError, InvalidArgumentError, ProposerStateError
-from spark_py.runtime.gpu import GpuBackend
+from spark_py.runtime.gpu import GpuBackend, KernelHandle
 from tests.model.support import BF16, Array, Rig, make_rig, relative_l2
 
 STEPS = 200
@@ -83,6 +83,7 @@ def fresh_rows(rig: Rig, seq: Sequence, first_key: int, last_key: int) -> tuple[
     return found
 
 
+@pytest.mark.no_sanitizer("200 steps launch too often for it; the tests of single steps run the same kernels")
 @pytest.mark.parametrize("refeed", [False, True], ids=["as_kept", "refeed"])
 @pytest.mark.parametrize("policy", RowPolicy)
 def test_rows_keys_and_bytes_over_random_accept_patterns(
@@ -183,6 +184,27 @@ def test_rows_of_the_gemm_are_near_those_of_a_propose(gpu: GpuBackend, rng: np.r
         assert relative_l2(x, y.astype(np.float64)) < 4 * 2**-9
 
 
+def test_a_propose_writes_its_own_slots_and_nothing_else(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    """Two sequences with interleaved blocks, and the whole pool compared."""
+    rig = make_rig(gpu, rng)
+    kv, hidden = rig.head.kv_cache, rng.standard_normal((40, rig.config.hidden_size))
+    first, second = rig.state(), rig.state()
+    rig.feed(first, [1] * 16, hidden)
+    rig.feed(second, [2] * 17, hidden)
+    rig.feed(first, [3] * 17, hidden, 15, 16)
+    assert (first.block_table, second.block_table) == ([0, 2], [1])
+
+    def pool() -> Array:
+        sides = [np.stack([kv.read_block(0, block)[side] for block in range(4)]) for side in (0, 1)]
+        return np.stack(sides).reshape(2, 4 * kv.block_size(), -1)
+
+    before = pool()
+    rig.propose(second, 9, hidden[0], 60, 3)  # rows 16, 17, 18: a new block
+    changed = np.flatnonzero((pool() != before).any(axis=(0, 2)))
+    assert second.block_table == [1, 3]
+    assert changed.tolist() == [48, 49, 50]
+
+
 def test_positions_are_absolute_after_a_pause(gpu: GpuBackend, rng: np.random.Generator) -> None:
     """The target went on for 700 tokens without drafts: the row is rotated at the caller's position, not at the row
     count."""
@@ -276,6 +298,14 @@ def test_a_head_without_prefill_says_so(
     assert [rig.feed(rig.state(), [1, 2, 3], hidden) for _ in range(3)] == [0, 0, 0]
     assert len([r for r in caplog.records if "not fed" in r.message]) == 1
     assert make_rig(gpu, rng).head.supports_drafter_prefill is True
+
+    caplog.clear()
+    gemm = make_rig(gpu, rng, levers=ModelLevers(exact_drafter_rows=False))
+    assert gemm.head.supports_drafter_prefill is True
+    gemm.head.dense_gemm_k = KernelHandle(0)  # as on a kernel set that lacks it
+    assert gemm.head.supports_drafter_prefill is False
+    assert gemm.feed(gemm.state(), [1, 2, 3], hidden) == 0
+    assert "no dense_gemm_bf16" in caplog.text
 
 
 def test_rows_move_from_one_state_to_another(gpu: GpuBackend, rng: np.random.Generator) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Twin of the MTP half of `weight_loader/qwen3_next.rs`: the draft head of Qwen3-Next, 3.5 and 3.6 with a dense FFN.
+"""Twin of the MTP part of `weight_loader/`: the draft head of Qwen3-Next, 3.5 and 3.6 with a dense FFN.
 
 Its tensors begin with `mtp.` and may be in the model's own shards or in `mtp.safetensors`; the store knows.
 """
