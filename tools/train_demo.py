@@ -52,11 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         torch.set_num_threads(1)
 
-    sources = corpus.read(settings.max_files)
+    sources = corpus.read(settings.max_files, args.stdlib)
     tokenizer = corpus.train_tokenizer(sources, settings.vocab)
     streams = {part: corpus.encode_part(sources, part, tokenizer) for part in corpus.PARTS}
     prompts = corpus.draw_prompts(sources, "held-out", tokenizer, settings.prompts, settings.seed)
-    facts = describe_corpus(sources, streams)
+    facts = describe_corpus(sources, streams, args.stdlib_python or platform.python_version())
     print(f"corpus: Python {facts['python']}, files {facts['files']}, tokens {facts['tokens']}", flush=True)
 
     model = DemoModel(settings)
@@ -94,17 +94,23 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--quick", action="store_true", help="tiny settings")
     parser.add_argument("--verify", action="store_true", help="train nothing, compare --output with transformers")
     parser.add_argument("--device", help="torch device (default: cuda where there is one, else cpu)")
+    parser.add_argument("--stdlib", type=Path, help="folder of another CPython's standard library, as the corpus")
+    parser.add_argument("--stdlib-python", metavar="VERSION", help="the version of --stdlib")
     group = parser.add_argument_group("settings", "defaults are in demo_training/settings.py")
     for name, default in dataclasses.asdict(Settings()).items():
         group.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=None, metavar="N")
     args = parser.parse_args(argv)
+    if (args.stdlib is None) != (args.stdlib_python is None):
+        parser.error("--stdlib and --stdlib-python go together")
+    if args.stdlib is not None and not args.stdlib.is_dir():
+        parser.error(f"--stdlib {args.stdlib}: no such folder")
     chosen = {f.name: v for f in dataclasses.fields(Settings) if (v := getattr(args, f.name)) is not None}
     return args, dataclasses.replace(QUICK if args.quick else Settings(), **chosen)
 
 
-def describe_corpus(sources: list[corpus.SourceFile], streams: dict[str, list[int]]) -> dict[str, Any]:
+def describe_corpus(sources: list[corpus.SourceFile], streams: dict[str, list[int]], python: str) -> dict[str, Any]:
     return {
-        "python": platform.python_version(),
+        "python": python,
         "implementation": platform.python_implementation(),
         "digest": corpus.digest(sources),
         "bytes": sum(len(f.text.encode()) for f in sources),

@@ -47,12 +47,12 @@ class Prompt:
     ids: list[int]
 
 
-def read(max_files: int = 0) -> list[SourceFile]:
-    """Every UTF-8 .py file of the running Python's standard library, by name; each content once.
+def read(max_files: int = 0, stdlib: Path | None = None) -> list[SourceFile]:
+    """Every UTF-8 .py file of a standard library (the running Python's unless given), by name; each content once.
 
     A file's part depends on its content alone. `max_files` keeps the files whose hash is smallest (0: all).
     """
-    root = Path(sysconfig.get_path("stdlib"))
+    root = stdlib or Path(sysconfig.get_path("stdlib"))
     found: dict[str, SourceFile] = {}
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
