@@ -153,8 +153,7 @@ class DraftProposer(ABC):
         """Append len(tokens) - 1 rows to the `row_base` that the state has, and give their number.
 
         Row r is the pair (tokens[r + 1], hiddens[r]) at RoPE position pos_base + r, pair key pos_base + r - 1. hiddens:
-        BF16 [len(tokens) - 1, h], the target's raw residual stream after tokens[r]. `row_policy.catchup_range` says
-        which.
+        BF16 [len(tokens) - 1, h], the target's raw residual stream after tokens[r]. Which: `row_policy.catchup_range`.
         """
         return 0
 
@@ -174,8 +173,7 @@ class DraftProposer(ABC):
     ) -> list[int]:
         """Up to `num_drafts` guesses of the tokens that follow `last_token`, which is sampled and not yet processed.
 
-        target_hidden: BF16 [h], the target's raw residual stream (before its final norm) after the last processed
-        token.
+        target_hidden: BF16 [h], the target's raw residual stream, before its final norm, after the last processed one.
         position: how many tokens the target has processed. draft_embed_target: BF16 [h] that receives the embedding of
         the last draft, whose id may then be a placeholder 0 until `read_deferred_draft_token`. target_hidden_stack: the
         residual streams before they were collapsed, for heads with hyper-connections; others do not read it.

@@ -20,8 +20,7 @@ __all__ = ["RowPolicy", "catchup_range", "mtp_rows_to_trim", "rows_to_keep"]
 class RowPolicy(Enum):
     """How many of the nd rows of a propose stay when na drafts were accepted; the value is the command line's word.
 
-    SEED: min(nd, na), the engine's rule. Key p + na - 1 is missing from then on, although for na < nd its row was
-    there.
+    SEED: min(nd, na), the engine's rule. Key p + na - 1 is missing from then on; for na < nd its row was there.
     VERIFIED: min(nd, na + 1), all whose token is confirmed. Key p + nd - 1 is missing where na = nd.
 
     With refeed, one row stays (SEED: none where na = 0), since the others come from the drafter's own hidden. The
@@ -38,8 +37,7 @@ def mtp_rows_to_trim(num_drafted: int, num_accepted: int, refeed: bool) -> int:
 
 
 def rows_to_keep(policy: RowPolicy, num_drafted: int, num_accepted: int, refeed: bool) -> int:
-    """Rows of the last propose that stay; see RowPolicy. InvalidArgumentError unless 0 <= num_accepted <=
-    num_drafted."""
+    """Rows of the last propose that stay; see RowPolicy. InvalidArgumentError for more accepted than drafted."""
     nd, na = count("num_drafted", num_drafted), count("num_accepted", num_accepted, 0)
     if na > nd:
         raise InvalidArgumentError("num_accepted", na, f"at most the {nd} drafts of the last propose")

@@ -122,7 +122,6 @@ class MtpHeadNew:
 
         self._resolve_kernels()
 
-        self.kv_bf16 = True
         self.attn_layer_idx = 0
         self.last_conf = 1.0
         self._deferred = False
@@ -145,9 +144,9 @@ class MtpHeadNew:
             self.draft_token_id_dev = self._alloc("draft_token_id", 4)
             if levers.drafter_prefill or levers.refeed:
                 sizes = MtpPrefillScratch.sizes(PREFILL_CHUNK, h, nq, nkv, hd)
-                self.prefill_scratch = MtpPrefillScratch(
-                    **{n: self._alloc(f"prefill.{n}", b) for n, b in sizes.items()}
-                )  # RoPE rotates it with K although nobody reads the result.
+                scratch = {name: self._alloc(f"prefill.{name}", nbytes) for name, nbytes in sizes.items()}
+                self.prefill_scratch = MtpPrefillScratch(**scratch)
+                # RoPE rotates it with K although nobody reads the result.
                 gpu.memset(self.prefill_scratch.q_scratch, 0, sizes["q_scratch"])
         except BaseException:
             self.release()
