@@ -9,13 +9,15 @@ side by side share one cache, and a library that somebody has loaded is never wr
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import json
-import logging
+import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +32,8 @@ from .compiler import Compiler, find_compiler, find_headers, machine_flags
 
 __all__ = ["Built", "build_module", "build_runtime"]
 
-log = logging.getLogger("spark_py.emulator")
-
 _FORMAT = 1
+_KEPT_SECONDS = 30 * 24 * 3600
 _HERE = Path(__file__).parent
 _SHIM, _RT = _HERE / "shim", _HERE / "rt"
 _TARGET = "the CPU"
@@ -92,6 +93,8 @@ def _entry(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     """The folder of `key`, made by `make(folder)` where it is not there yet."""
     place = _place(kind, key)
     if place.is_dir():
+        with contextlib.suppress(OSError):
+            os.utime(place)
         return place
     with default_cache().locked(key):
         if place.is_dir():  # another process was quicker
@@ -113,7 +116,16 @@ def _entry(kind: str, key: str, make: Callable[[Path], None]) -> Path:
                     raise
         finally:
             shutil.rmtree(new, ignore_errors=True)
+        _forget(place.parent)
     return place
+
+
+def _forget(folder: Path) -> None:
+    """Remove entries that were not used for a month: edited kernels and precompiled headers (27 MB) pile up."""
+    for entry in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if entry.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- runtime

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ __all__ = ["EmulatedBackend", "EmulatedDevice", "Schedule"]
 
 _MOST_COOPERATIVE = 64
 """Blocks of a cooperative launch: each has an OS thread of its own."""
+_MOST_POISONED = 1 << 30
 _MACRO_KERNEL = re.compile(r"#\s*define\b(?:[^\n]*\\\n)*[^\n]*__global__")
 
 
@@ -64,9 +66,18 @@ class EmulatedDevice(HostDevice):
         # The catalogue describes this project's own kernels; another set may ask for another geometry.
         self._own_set = kernels is None
         self._hidden: set[tuple[str, str | None]] = set()
-        self._modules: dict[str, EmulatedModule] = {}
+        self._modules: dict[Path, EmulatedModule] = {}
+        self._load_lock = threading.Lock()
         self._ranges: tuple[tuple[int, ...], Ranges] | None = None
         build_runtime()
+
+    def alloc(self, nbytes: int) -> int:
+        """As HostDevice's, but beyond 1 GiB fresh memory is not poisoned, so that huge allocations stay sparse."""
+        block = self._new_block(nbytes, self._poison if nbytes <= _MOST_POISONED else None)
+        self._blocks[block.base] = block
+        return block.base
+
+    alloc_managed = alloc
 
     # ------------------------------------------------------------ kernels
 
@@ -81,14 +92,15 @@ class EmulatedDevice(HostDevice):
         return [key for key in self._set.known_kernels() if self.has_module(key[0]) and key not in self._hidden]
 
     def is_loaded(self, module: str, function: str) -> bool:
-        loaded = self._modules.get(module)
-        return loaded is not None and function in loaded.signatures
+        source = self._set.module(module).holding(function)
+        loaded = self._modules.get(source.path)
+        return source.gpu_only or (loaded is not None and function in loaded.signatures)
 
     def load(self, module: str, function: str) -> LoadedKernel:
         present = [name for mod, name in self.known_kernels() if mod == module]
         if not self.has_module(module):
             raise ModuleNotFoundInSetError(module, tuple(self._set.modules), str(self._set.root))
-        source = self._set.module(module)
+        source = self._set.module(module).holding(function)
         if (module, function) in self._hidden:
             raise FunctionNotFoundError(module, function, present, str(source.path))
         spec = catalog.find(module, function)
@@ -98,7 +110,8 @@ class EmulatedDevice(HostDevice):
             return super().load(module, function)
         if source.is_ptx:
             raise UnsupportedError(f"module '{module}' is PTX ({source.path}): the CPU runs CUDA sources alone")
-        compiled = self._compiled(source, function)
+        with self._load_lock:
+            compiled = self._compiled(source, function, present)
         signature = compiled.signatures[function]
         static = spec.shared_bytes if spec else compiled.static_shared if len(compiled.signatures) == 1 else 0
         dynamic = max(self.limits.max_shared_default - static, 0)
@@ -106,25 +119,25 @@ class EmulatedDevice(HostDevice):
         raw = (compiled, compiled.kernel(function))
         return LoadedKernel(module, function, signature, raw, attributes, dynamic, _nullable(spec, signature))
 
-    def _compiled(self, source: ModuleSource, function: str) -> EmulatedModule:
-        """The module's library with `function` in it."""
-        known = self._modules.get(source.name)
+    def _compiled(self, source: ModuleSource, function: str, present: Sequence[str]) -> EmulatedModule:
+        """The library of a file with `function` in it; `present` are the module's kernels, for messages."""
+        known = self._modules.get(source.path)
         if known is None:
             plain = without_comments(source.path.read_text(encoding="utf-8", errors="replace"))
             missing = [name for name in source.functions if not re.search(rf"\b{re.escape(name)}\b", plain)]
             if missing and not _MACRO_KERNEL.search(plain):
-                raise function_not_found(source, missing[0], [n for n in source.functions if n not in missing])
-            known = self._modules[source.name] = _loaded(build_module(source, self.checked))
+                raise function_not_found(source, missing[0], [name for name in present if name not in missing])
+            known = self._modules[source.path] = _loaded(build_module(source, self.checked))
         if function in known.signatures:
             return known
         # A macro may make a kernel that the text does not show.
         if not _MACRO_KERNEL.search(known.built.text):
-            raise function_not_found(source, function, sorted(known.signatures))
+            raise function_not_found(source, function, present)
         try:
             more = _loaded(build_module(source, self.checked, (*known.signatures, function)))
         except CompileError as error:
-            raise function_not_found(source, function, sorted(known.signatures)) from error
-        self._modules[source.name] = more
+            raise function_not_found(source, function, present) from error
+        self._modules[source.path] = more
         return more
 
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:

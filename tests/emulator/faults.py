@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Deliberate faults, each beside a twin that is right: what the checked build must find, and what it must leave alone."""
+"""Deliberate faults, each beside a right twin: what the checked build must find, and what it must leave alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from spark_py.runtime.errors import KernelFaultError
 @dataclass(frozen=True, slots=True)
 class Fault:
     """`bad` and `good` replace BODY in the kernel
-    `extern "C" __global__ void k(float* data, float* out, unsigned n) { BODY }`, which is launched with `grid` and `block`
-    on two buffers of `n` floats and `shared` bytes of dynamic shared memory."""
+    `extern "C" __global__ void k(float* data, float* out, unsigned n) { BODY }`, which is launched with `grid` and
+    `block` on two buffers of `n` floats and `shared` bytes of dynamic shared memory."""
 
     name: str
     error: type[KernelFaultError]
@@ -30,6 +30,22 @@ class Fault:
         kernel = f'{self.before}\nextern "C" __global__ void k(float* data, float* out, unsigned n) {{\n{body}\n}}\n'
         return "#include <cuda_bf16.h>\n" + kernel
 
+
+_LAST = """
+    data[blockIdx.x] = 1.0f;
+    {fence}
+    if (atomicInc(&counter, gridDim.x - 1u) == gridDim.x - 1u) {{
+        out[0] = data[0] + data[1];
+    }}
+"""
+
+_DEEP = """
+__device__ __noinline__ float deep(unsigned n, float* p) {
+    volatile float held[64];
+    held[n % 64u] = p[0];
+    return n == 7u ? held[7] : deep(n, p) + held[n % 64u];
+}
+"""
 
 _SUM = """
     __shared__ float part[64];
@@ -135,9 +151,7 @@ FAULTS = (
         errors.KernelBoundsError,
         ("index 64", "float"),
         "__shared__ float s[64]; s[threadIdx.x] = 1.0f; __syncthreads(); out[threadIdx.x] = s[threadIdx.x + 1u];",
-        "__shared__ float s[65]; s[threadIdx.x] = s[64] = 1.0f; __syncthreads(); out[threadIdx.x] = s[threadIdx.x + 1u];".replace(
-            "s[threadIdx.x] = s[64] = 1.0f;", "s[threadIdx.x] = 1.0f; if (threadIdx.x == 0u) { s[64] = 1.0f; }"
-        ),
+        "__shared__ float s[64]; s[threadIdx.x] = 1.0f; __syncthreads(); out[threadIdx.x] = s[63u - threadIdx.x];",
     ),
     Fault(
         "dynamic shared overrun",
@@ -198,7 +212,8 @@ FAULTS = (
         ("mask 0xffffffff",),
         "float v = data[threadIdx.x]; if (threadIdx.x < 16u) { v = __shfl_down_sync(0xffffffffu, v, 1); } "
         "out[threadIdx.x] = v;",
-        "float v = data[threadIdx.x]; if (threadIdx.x < 16u) { v = __shfl_xor_sync(0xffffu, v, 1); } out[threadIdx.x] = v;",
+        "float v = data[threadIdx.x]; if (threadIdx.x < 16u) { v = __shfl_xor_sync(0xffffu, v, 1); } "
+        "out[threadIdx.x] = v;",
         block=32,
     ),
     Fault(
@@ -239,12 +254,8 @@ FAULTS = (
         "last block without a fence",
         errors.BlockOverlapError,
         ("block (1, 0, 0)", "block (0, 0, 0)"),
-        "data[blockIdx.x] = 1.0f; {} if (atomicInc(&counter, gridDim.x - 1u) == gridDim.x - 1u) {{ out[0] = data[0] + data[1]; }}".format(
-            ""
-        ),
-        "data[blockIdx.x] = 1.0f; {} if (atomicInc(&counter, gridDim.x - 1u) == gridDim.x - 1u) {{ out[0] = data[0] + data[1]; }}".format(
-            "__threadfence();"
-        ),
+        _LAST.format(fence=""),
+        _LAST.format(fence="__threadfence();"),
         grid=2,
         block=1,
         before="__device__ unsigned counter;",
@@ -277,7 +288,6 @@ FAULTS = (
         "out[0] = deep(n, data);",
         "out[0] = deep(7u, data);",
         block=1,
-        before="__device__ __noinline__ float deep(unsigned n, float* p) { volatile float held[64]; held[n % 64u] = p[0]; "
-        "return n == 7u ? held[7] : deep(n, p) + held[n % 64u]; }",
+        before=_DEEP,
     ),
 )
