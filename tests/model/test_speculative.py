@@ -149,30 +149,30 @@ def noisy(prompt: Sequence[int], tokens: Sequence[int], rng: np.random.Generator
     return Scripted(guess)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 2, 3, 8, 9, 16, 17])
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 8, 9, 17])
 @pytest.mark.parametrize("kind", ["right", "wrong", "noisy", "random"])
 def test_drafts_never_change_the_tokens(
     target: Qwen3NextTarget, prompt: list[int], rng: np.random.Generator, kind: str, num_drafts: int
 ) -> None:
-    wanted = plain(target, prompt, 40)
+    wanted = plain(target, prompt, 25)
     proposer = {
         "right": lambda: right(prompt, wanted),
         "wrong": lambda: wrong(prompt, wanted),
         "noisy": lambda: noisy(prompt, wanted, rng, 0.7),
         "random": lambda: noisy(prompt, wanted, rng, 0.0),
     }[kind]()
-    result = SpeculativeDecoder(target, proposer, num_drafts).generate(prompt, 40)
+    result = SpeculativeDecoder(target, proposer, num_drafts).generate(prompt, 25)
     assert result.tokens == wanted
     assert result.finish == "max_new_tokens"
     stats = result.stats
     if num_drafts == 0:
-        assert (stats.verify_steps, stats.drafted, stats.acceptance_rate) == (39, 0, None)
+        assert (stats.verify_steps, stats.drafted, stats.acceptance_rate) == (24, 0, None)
         assert stats.mean_accepted_length == 1
         assert proposer.states == []
     elif kind == "right":
-        assert stats.verify_steps == -(-39 // (num_drafts + 1))
+        assert stats.verify_steps == -(-24 // (num_drafts + 1))
     elif kind == "wrong":
-        assert (stats.accepted, stats.verify_steps) == (0, 39)
+        assert (stats.accepted, stats.verify_steps) == (0, 24)
     for state in proposer.states:
         assert state.freed
         assert state.prompt == prompt

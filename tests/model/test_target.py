@@ -116,7 +116,7 @@ def test_logits_and_hidden_are_those_of_the_formulas(gpu: GpuBackend, tiny: Tiny
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows(
     gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, rows: int
 ) -> None:
-    tokens = ids(rng, 37)
+    tokens = ids(rng, 19)
     with open_target(gpu, tiny) as target:
         single, grouped = Trail(target), Trail(target)
         for token in tokens:
