@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,8 +145,19 @@ class Schedule:
         return self.workers or len(os.sched_getaffinity(0))
 
 
-@functools.cache
+_runtimes: dict[str, ctypes.CDLL] = {}
+_runtimes_lock = threading.Lock()
+
+
 def _runtime(path: Path) -> ctypes.CDLL:
+    """The runtime of that file name, loaded once: kernel libraries are bound to the first of the name."""
+    with _runtimes_lock:
+        if path.name not in _runtimes:
+            _runtimes[path.name] = _load_runtime(path)
+        return _runtimes[path.name]
+
+
+def _load_runtime(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

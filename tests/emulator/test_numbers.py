@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Numbers: the toolkit's own conversions against ml_dtypes over every bit pattern, and arithmetic without contraction."""
+"""Numbers: the toolkit's own conversions against ml_dtypes over every bit pattern, and uncontracted arithmetic."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_conversions(tmp_path: Path, rng: np.random.Generator) -> None:
     patterns = rng.integers(0, 2**32, count, np.uint32)
     patterns[::2] = patterns[::2] & 0xFFFF0000 | 0x8000  # ties of BF16
     floats = patterns.view(np.float32)
-    small = np.concatenate([rng.uniform(-500, 500, count // 2), rng.integers(-64, 65, count // 2) / 8]).astype(np.float32)
+    small = np.concatenate([rng.uniform(-500, 500, count // 2), rng.integers(-64, 65, count // 2) / 8]).astype(
+        np.float32
+    )
     with emulate(tmp_path, CONVERSIONS) as gpu:
 
         def convert(function: str, values: Array, dtype: type) -> Array:
