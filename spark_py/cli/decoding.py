@@ -17,6 +17,7 @@ from rich.table import Table
 
 from spark_py.model.checkpoint import FAMILIES, Checkpoint, open_checkpoint
 from spark_py.model.config import ModelConfig
+from spark_py.model.layer import DraftProposer
 from spark_py.model.levers import ModelLevers
 from spark_py.model.row_policy import RowPolicy
 from spark_py.model.speculative import Generation, SpeculativeDecoder
@@ -28,14 +29,17 @@ __all__ = ["Request", "Run", "decode", "decoding_options", "default_prompt", "sh
 
 TABLE_DRAFTS = (0, 1, 2, 3)
 """The rows of the table, where --num-drafts does not ask for one run."""
-_MIN_WIDTH = 100
+POLICIES = ((RowPolicy.SEED, False), (RowPolicy.VERIFIED, False), (RowPolicy.VERIFIED, True))
+"""(row policy, refeed) of --row-policy all."""
+_ALL = "all"
+_MIN_WIDTH = 120
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asked for. `num_drafts` None: all of TABLE_DRAFTS."""
+    """What the command line asked for. `num_drafts` None: all of TABLE_DRAFTS; `row_policy` "all": each of POLICIES."""
 
     family: str
     backend: Literal["auto", "host", "emulated", "cuda"]
@@ -52,16 +56,26 @@ class Request:
             count("--num-drafts", self.num_drafts, 0)
         if self.prompt == "":
             raise InvalidArgumentError("--prompt", "", "a text is needed")
+        if self.refeed and self.row_policy == _ALL:
+            raise InvalidArgumentError("--refeed", True, "--row-policy all has runs with it and without")
 
     @property
-    def levers(self) -> ModelLevers:
-        """The draft head's switches. One sequence drafts at a time."""
-        return ModelLevers(
-            drafter_prefill=self.drafter_prefill,
-            row_policy=RowPolicy(self.row_policy),
-            refeed=self.refeed,
-            mtp_max_seqs=1,
-        )
+    def single(self) -> bool:
+        """Whether one run is asked for."""
+        return self.num_drafts is not None and self.row_policy != _ALL
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Drafts a step of each run."""
+        return TABLE_DRAFTS if self.num_drafts is None else (self.num_drafts,)
+
+    def all_levers(self) -> list[ModelLevers]:
+        """The draft head's switches, for each head that is asked for. One sequence drafts at a time."""
+        pairs = POLICIES if self.row_policy == _ALL else ((RowPolicy(self.row_policy), self.refeed),)
+        return [
+            ModelLevers(drafter_prefill=self.drafter_prefill, row_policy=policy, refeed=refeed, mtp_max_seqs=1)
+            for policy, refeed in pairs
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +148,10 @@ def decoding_options(command: Command) -> Command:
         click.option("--num-drafts", type=int, help="One run with so many drafts a step; by default 0, 1, 2 and 3."),
         click.option(
             "--row-policy",
-            type=click.Choice([policy.value for policy in RowPolicy]),
+            type=click.Choice([*(policy.value for policy in RowPolicy), _ALL]),
             default=RowPolicy.SEED.value,
             show_default=True,
-            help="Which of its rows the drafter keeps after a verify.",
+            help="Which of its rows the drafter keeps after a verify; all: one run each, and one with --refeed.",
         ),
         click.option("--refeed", is_flag=True, help="Give the drafter's rows the target's hidden once it is known."),
         click.option("--no-drafter-prefill", is_flag=True, help="The drafter does not see the prompt."),
@@ -172,34 +186,50 @@ def decode(folder: Path, request: Request) -> list[Run]:
     ids = list(tokenizer.encode(prompt).ids)
     if not ids:
         raise InvalidArgumentError("--prompt", prompt, "the tokenizer makes no token of it")
-    wanted = TABLE_DRAFTS if request.num_drafts is None else (request.num_drafts,)
     length = len(ids) + request.max_new_tokens
     limit = config.max_position_embeddings
     if limit and length > limit:
         what = f"{len(ids)} of the prompt and --max-new-tokens {request.max_new_tokens}"
         raise InvalidArgumentError("tokens of the sequence", length, f"{what}; the model takes {limit}")
     # Room for the drafts of the last steps too, where the model has it.
-    max_seq_len = length + max(wanted)
+    max_seq_len = length + max(request.wanted)
     max_seq_len = min(max_seq_len, limit) if limit else max_seq_len
 
+    all_levers = request.all_levers()
     with (
         open_backend(request.backend) as gpu,
         open_checkpoint(folder, gpu, max_seq_len, request.family) as checkpoint,
     ):
-        found: dict[int, Generation] = {}
-        proposer = checkpoint.proposer(request.levers) if max(wanted) else None
-        for num_drafts in sorted({0, *wanted}):
-            click.echo(f"{num_drafts} drafts on {gpu.name} ({gpu.device_name()}) ...", err=True)
-            decoder = SpeculativeDecoder(checkpoint.target, proposer, num_drafts, config.eos_token_ids, request.levers)
-            found[num_drafts] = decoder.generate(ids, request.max_new_tokens)
-        backend = gpu.name, gpu.device_name()
-    return [_run(request, checkpoint, backend, prompt, tokenizer, n, found[n], found[0]) for n in wanted]
+        heads = [(levers, checkpoint.proposer(levers) if max(request.wanted) else None) for levers in all_levers]
+        plain = _generate(checkpoint, None, 0, all_levers[0], ids, request)
+        runs = []
+        for index, (levers, proposer) in enumerate(heads):
+            for num_drafts in request.wanted:
+                if num_drafts == 0 and index:
+                    continue  # it has no drafter whose rows could differ
+                result = _generate(checkpoint, proposer, num_drafts, levers, ids, request) if num_drafts else plain
+                runs.append(_run(request, checkpoint, levers, prompt, tokenizer, num_drafts, result, plain))
+    return runs
+
+
+def _generate(
+    checkpoint: Checkpoint,
+    proposer: DraftProposer | None,
+    num_drafts: int,
+    levers: ModelLevers,
+    ids: list[int],
+    request: Request,
+) -> Generation:
+    gpu = checkpoint.target.gpu
+    click.echo(f"{num_drafts} drafts on {gpu.name} ({gpu.device_name()}) ...", err=True)
+    decoder = SpeculativeDecoder(checkpoint.target, proposer, num_drafts, checkpoint.config.eos_token_ids, levers)
+    return decoder.generate(ids, request.max_new_tokens)
 
 
 def _run(
     request: Request,
     checkpoint: Checkpoint,
-    backend: tuple[str, str],
+    levers: ModelLevers,
     prompt: str,
     tokenizer: Any,
     num_drafts: int,
@@ -208,14 +238,14 @@ def _run(
 ) -> Run:
     stats = result.stats
     return Run(
-        backend=backend[0],
-        device=backend[1],
+        backend=checkpoint.target.gpu.name,
+        device=checkpoint.target.gpu.device_name(),
         family=request.family,
         quantization=checkpoint.quantization,
         num_drafts=num_drafts,
-        row_policy=request.row_policy,
-        refeed=request.refeed,
-        drafter_prefill=request.drafter_prefill,
+        row_policy=levers.row_policy.value,
+        refeed=levers.refeed,
+        drafter_prefill=levers.drafter_prefill,
         prompt=prompt,
         text=tokenizer.decode(result.tokens),
         token_ids=result.tokens,
@@ -252,15 +282,14 @@ def show(runs: Sequence[Run], as_json: bool, single: bool) -> None:
 
 def _table(runs: Sequence[Run]) -> Table:
     first = runs[0]
-    rows_kept = first.row_policy + (" with refeed" if first.refeed else "")
     table = Table(
-        title=f"{first.family} in {first.quantization} on {first.backend}, {first.device}; drafter rows: {rows_kept}"
-        + ("" if first.drafter_prefill else ", without the prompt"),
+        title=f"{first.family} in {first.quantization} on {first.backend}, {first.device}"
+        + ("" if first.drafter_prefill else "; the drafter does not see the prompt"),
         title_justify="left",
         box=SIMPLE_HEAD,
     )
     headers = (
-        "drafts", "accepted", "per position", "mean accepted\nlength", "verify\nsteps", "new\ntokens",
+        "drafts", "drafter rows", "accepted", "per position", "mean accepted\nlength", "verify\nsteps", "new\ntokens",
         "tokens\nper second", "identical",
     )  # fmt: skip
     for header in headers:
@@ -272,6 +301,7 @@ def _table(runs: Sequence[Run]) -> Table:
         ]
         table.add_row(
             str(run.num_drafts),
+            run.row_policy + (" + refeed" if run.refeed else "") if run.num_drafts else "-",
             "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.2f}",
             " ".join(shares) or "-",
             "-" if run.mean_accepted_length is None else f"{run.mean_accepted_length:.2f}",

@@ -31,7 +31,7 @@ def demo_command(request: Request, as_json: bool, kernels: bool, seed: int) -> N
         demo_kernels(request.backend, seed)
         return
     runs = decode(folder, request)
-    show(runs, as_json, single=request.num_drafts is not None)
+    show(runs, as_json, request.single)
     if not all(run.identical_to_greedy for run in runs):
         click.echo("error: drafts changed the tokens", err=True)
         sys.exit(1)

@@ -21,7 +21,7 @@ def generate_command(model_dir: Path, request: Request, as_json: bool) -> None:
     Each run is compared with the plain run; exit code 1 tells that one of them differs, which would be a fault.
     """
     runs = decode(model_dir, request)
-    show(runs, as_json, single=request.num_drafts is not None)
+    show(runs, as_json, request.single)
     if not all(run.identical_to_greedy for run in runs):
         click.echo("error: drafts changed the tokens", err=True)
         sys.exit(1)

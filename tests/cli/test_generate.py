@@ -101,6 +101,19 @@ def test_json_of_one_run(generate: Callable[..., Any], num_drafts: int) -> None:
     assert run["prompt"] == "x"
 
 
+def test_every_row_policy(generate: Callable[..., Any]) -> None:
+    runs = json.loads(generate("--prompt", "x", "--json", "--row-policy", "all").stdout)["runs"]
+    policies = [("seed", False), ("verified", False), ("verified", True)]
+    assert runs[0]["num_drafts"] == 0
+    found = [(run["row_policy"], run["refeed"], run["num_drafts"]) for run in runs[1:]]
+    assert found == [(*policy, drafts) for policy in policies for drafts in (1, 2, 3)]
+    assert all(run["identical_to_greedy"] for run in runs)
+    runs = json.loads(generate("--prompt", "x", "--json", "--row-policy", "all", "--num-drafts", 2).stdout)["runs"]
+    assert [(run["row_policy"], run["refeed"]) for run in runs] == policies
+    assert "verified + refeed" in generate("--prompt", "x", "--row-policy", "all").stdout
+    one_line(generate("--prompt", "x", "--row-policy", "all", "--refeed"), "--refeed")
+
+
 def test_the_text_is_that_of_the_ids(generate: Callable[..., Any], tiny: Tiny) -> None:
     from tokenizers import Tokenizer
 
