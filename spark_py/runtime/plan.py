@@ -78,7 +78,8 @@ class Plan:
     """What is settled once for a (kernel, geometry).
 
     `classes` are the types of plain arguments; a call whose types are exactly these needs only its pointers looked up,
-    and `struct` finds numbers out of range; `masks` are the address bits that each pointer must have
+    and `struct` finds numbers out of range. `call_classes` are those of stream, shared memory, grid and block before
+    them; `masks` are the address bits that each pointer must have
     clear. `run(stream, pointers, scalars)` packs and queues.
 
     `seen` is a state of the ledger and the address tuples that were found alive and aligned in it; it is void after
@@ -87,6 +88,7 @@ class Plan:
 
     __slots__ = (
         "block",
+        "call_classes",
         "classes",
         "cooperative",
         "grid",
@@ -109,6 +111,7 @@ class Plan:
         params = kernel.signature.params
         self.kinds = tuple(p.kind for p in params)
         self.classes = tuple(_PLAIN[p.kind] for p in params)
+        self.call_classes = (int,) * 8 + self.classes
         self.layout = Layout(kernel.signature)
         self.masks = tuple(kernel.alignments[i] - 1 for i in self.layout.pointer_at)
         self.pick_pointers = _picker(self.layout.pointer_at)

@@ -241,6 +241,43 @@ def test_geometry(work: Concat, changes: dict[str, Any], parts: tuple[str, ...])
     assert work.untouched
 
 
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"grid": (2.0, 1, 1)}, ("grid", "three integers")),
+        ({"grid": (2, True, 1)}, ("grid", "three integers")),
+        ({"grid": (2, 1, np.float32(1))}, ("grid", "three integers")),
+        ({"block": (256, 1.0, 1)}, ("block", "three integers")),
+        ({"block": (256, 1, np.True_)}, ("block", "three integers")),
+        ({"shared_mem": 0.0}, ("shared memory", "0.0")),
+        ({"shared_mem": False}, ("shared memory", "False")),
+    ],
+    ids=str,
+)
+def test_a_used_plan_refuses_what_only_equals_its_geometry(
+    work: Concat, changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    """1.0 and True are equal to 1 and hash like it, so a table finds them; the first launch refuses them."""
+    work.launch()
+    work.launch()
+    work.reset()
+    with refused(GeometryError, CONCAT, *parts):
+        work.launch(**changes)
+    with refused(InvalidArgumentError, "stream"):
+        work.launch(stream=float(work.gpu.default_stream()))
+    assert work.untouched
+
+
+def test_numpy_geometry_shares_the_plan(work: Concat) -> None:
+    work.launch()
+    plans = len(work.gpu._plans)  # type: ignore[attr-defined]
+    for kind in (np.int32, np.uint64):
+        work.reset()
+        work.launch(grid=tuple(map(kind, work.grid)), block=np.array(work.BLOCK, kind), shared_mem=kind(0))
+        assert work.result == work.expected
+    assert len(work.gpu._plans) == plans  # type: ignore[attr-defined]
+
+
 def test_too_much_shared_memory(gpu: GpuBackend, work: Concat) -> None:
     limit = gpu.limits.max_shared_default
     with refused(GeometryError, CONCAT, str(limit + 1), str(limit), "set_kernel_max_dynamic_smem"):

@@ -27,6 +27,7 @@ from .kernels import KernelOps
 Argument = KernelArg | DevicePtr | int | float | bytes
 PlanKey = tuple[int, tuple[int, ...], tuple[int, ...], int, bool]
 _MOST_PLANS = 4096
+_INTEGERS = {int}
 _address = operator.attrgetter("address")
 
 
@@ -48,7 +49,8 @@ class LaunchOps(KernelOps):
         kinds: Sequence[Kind] | None = None,
     ) -> None:
         # The short way: a known plan, plain arguments, pointers seen before, and nobody who follows launches. Each step
-        # is one that `_launch` takes too; whatever is not so goes there.
+        # is one that `_launch` takes too; whatever is not so goes there. Types are compared since 1.0 and True find the
+        # plan of 1.
         if not (self._captures or self._watching or self._closed):
             run = None
             try:
@@ -57,7 +59,7 @@ class LaunchOps(KernelOps):
                     plan is not None
                     and func.owner == self._id
                     and stream in self._streams
-                    and tuple(map(type, args)) == plan.classes
+                    and tuple(map(type, (stream, shared_mem, *grid, *block, *args))) == plan.call_classes
                     and (kinds is None or kinds == plan.kinds)
                 ):
                     addresses = tuple(map(_address, plan.pick_pointers(args)))
@@ -117,12 +119,14 @@ class LaunchOps(KernelOps):
         if self._closed:
             raise BackendClosedError("launch on a backend that was closed")
         try:
+            plan = None
             try:
-                plan = self._plans.get((func.value, tuple(grid), tuple(block), shared_mem, cooperative))
+                if func.owner == self._id and {*map(type, (shared_mem, *grid, *block))} == _INTEGERS:
+                    plan = self._plans.get((func.value, tuple(grid), tuple(block), shared_mem, cooperative))
             except (AttributeError, TypeError):
-                plan = None  # the checks below say what it is
-            if plan is None or func.owner != self._id:
-                plan = self._new_plan(func, grid, block, shared_mem, cooperative)
+                pass  # the checks of a new plan say what it is
+            if plan is None:
+                plan = self._checked_plan(func, grid, block, shared_mem, cooperative)
             raw = self._stream(stream)
             scalars: Sequence[Any]
             pointers, scalars = self._plain(plan, args, kinds)
@@ -214,19 +218,27 @@ class LaunchOps(KernelOps):
 
     # ------------------------------------------------------------ plans
 
-    def _new_plan(
-        self, func: KernelHandle, grid: Sequence[int], block: Sequence[int], shared: int, cooperative: bool
+    def _checked_plan(
+        self, func: KernelHandle, grid: Sequence[int], block: Sequence[int], shared_mem: int, cooperative: bool
     ) -> Plan:
+        """The plan of a geometry of any type, made where there is none; a LaunchError says what is wrong."""
         loaded = self._loaded(func)
         self._device.activate()
         sizes = (self._dim3(loaded, "grid", grid), self._dim3(loaded, "block", block))
+        if not is_integer(shared_mem) or shared_mem < 0:
+            raise GeometryError(loaded.name, f"dynamic shared memory is {shared_mem!r}: a number of bytes is needed")
+        shared = int(shared_mem)
+        key = (func.value, *sizes, shared, cooperative)
+        known = self._plans.get(key)
+        if known is not None:  # numbers of NumPy
+            return known
         self._check_geometry(loaded, *sizes, shared, cooperative)
         run = self._device.plan(loaded, *sizes, shared, cooperative)
         plan = Plan(loaded, *sizes, shared, cooperative, run)
         with self._lock:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            self._plans[func.value, *sizes, shared, cooperative] = plan
+            self._plans[key] = plan
         return plan
 
     def _dim3(self, kernel: LoadedKernel, what: str, xyz: Sequence[int]) -> Dim3:
@@ -248,8 +260,6 @@ class LaunchOps(KernelOps):
         most_threads = min(limits.max_threads_per_block, kernel.attributes.max_threads_per_block)
         if threads > most_threads:
             raise GeometryError(kernel.name, f"block {block} has {threads} threads, limit is {most_threads}")
-        if not is_integer(shared) or shared < 0:
-            raise GeometryError(kernel.name, f"dynamic shared memory is {shared!r}: a number of bytes is needed")
         if shared > kernel.max_dynamic:
             raise GeometryError(
                 kernel.name,
