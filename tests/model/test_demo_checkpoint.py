@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The checkpoint that ships: what its card says of drafts holds for the kernels too."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spark_py.cli.demo import DEMO_MODELS
+from spark_py.model.checkpoint import open_checkpoint
+from spark_py.model.levers import ModelLevers
+from spark_py.model.row_policy import RowPolicy
+from spark_py.model.speculative import SpeculativeDecoder
+from spark_py.runtime.gpu import GpuBackend
+
+FOLDER = DEMO_MODELS / "qwen3_next"
+PROMPTS, NEW_TOKENS, DRAFTS = 10, 64, 3
+
+
+@pytest.fixture(scope="module")
+def card() -> list[dict[str, Any]]:
+    """Prompt ids, greedy tokens and counts of each prompt, as the training script measured them in FP32."""
+    prompts = json.loads((FOLDER / "prompts.json").read_text())["prompts"]
+    metrics = json.loads((FOLDER / "metrics.json").read_text())
+    assert metrics["settings"]["drafts"] == DRAFTS
+    assert metrics["settings"]["new_tokens"] == NEW_TOKENS
+    return [prompt | row for prompt, row in zip(prompts, metrics["prompts"], strict=True)][:PROMPTS]
+
+
+@pytest.fixture(autouse=True)
+def _fast_enough(backend_name: str) -> None:
+    if backend_name.startswith("emulated"):
+        pytest.skip("640 tokens of 5.4 M parameters: too much for kernels that run thread by thread")
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "refeed"), [("refeed", RowPolicy.VERIFIED, True), ("seed", RowPolicy.SEED, False)]
+)
+def test_acceptance_is_what_the_card_says(
+    gpu: GpuBackend, card: list[dict[str, Any]], name: str, policy: RowPolicy, refeed: bool
+) -> None:
+    """BF16 picks another token than FP32 here and there, and the text goes on differently from there: both are samples
+    of one rate, so that the numbers of verify steps that accept a draft differ by sampling. Bound: three standard
+    deviations of a difference of two binomial shares, for each position."""
+    levers = ModelLevers(row_policy=policy, refeed=refeed, mtp_max_seqs=1)
+    steps, accepted = 0, np.zeros(DRAFTS, int)
+    with open_checkpoint(FOLDER, gpu, 512) as found:
+        decoder = SpeculativeDecoder(
+            found.target, found.proposer(levers), DRAFTS, found.config.eos_token_ids, levers=levers
+        )
+        plain = SpeculativeDecoder(found.target, None, 0, found.config.eos_token_ids)
+        for index, row in enumerate(card):
+            result = decoder.generate(row["ids"], NEW_TOKENS)
+            steps += result.stats.verify_steps
+            accepted += result.stats.accepted_at
+            if index < 2:
+                assert plain.generate(row["ids"], NEW_TOKENS).tokens == result.tokens
+    wanted_steps = sum(row[name]["steps"] for row in card)
+    wanted = np.sum([row[name]["accepted"] for row in card], axis=0)
+    shares, wanted_shares = accepted / steps, wanted / wanted_steps
+    print(f"{name}: {shares.round(3)} here, {wanted_shares.round(3)} on the card, {steps} and {wanted_steps} steps")
+    variance = wanted_shares * (1 - wanted_shares)
+    assert (np.abs(shares - wanted_shares) < 3 * np.sqrt(variance / steps + variance / wanted_steps)).all()
+    assert 1 + shares.sum() > 2.6, "mean accepted length"
+    assert shares[0] > 0.72, "first draft"
+
+
+def test_the_card_has_enough_prompts(card: list[dict[str, Any]]) -> None:
+    assert len(card) == PROMPTS
+    assert sum((FOLDER / file.name).stat().st_size for file in FOLDER.iterdir()) <= 12_000_000
