@@ -134,7 +134,7 @@ def _forget(folder: Path) -> None:
 def build_runtime() -> Path:
     """The runtime library that all kernel libraries share."""
     compiler = find_compiler()
-    flags = (*_RUNTIME_FLAGS, *machine_flags())
+    flags = (*_RUNTIME_FLAGS, *machine_flags(compiler))
     key = _key("runtime", _folder_digest(_RT), flags, compiler.command, compiler.version)
     name = f"libspark_emu_{key[:16]}.so"
 
@@ -154,7 +154,7 @@ def build_runtime() -> Path:
 
 
 def _flags(checked: bool, compiler: Compiler) -> list[str]:
-    flags = [*_KERNEL_FLAGS, *(_CHECKED_FLAGS if checked else _FAST_FLAGS), *machine_flags()]
+    flags = [*_KERNEL_FLAGS, *machine_flags(compiler), *(_CHECKED_FLAGS if checked else _FAST_FLAGS)]
     flags += [f"-DSPARK_EMU_IS_CHECKED={int(checked)}", f"-I{_SHIM}", f"-I{find_headers().folder}"]
     if compiler.kind == "gcc":
         flags += ["-fno-gnu-unique", "-fno-extern-tls-init"]

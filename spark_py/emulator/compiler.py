@@ -42,6 +42,11 @@ class Compiler:
     kind: Literal["gcc", "clang"]
     version: str
 
+    @property
+    def is_zig(self) -> bool:
+        """Whether this is Zig's driver of Clang."""
+        return any("zig" in Path(word).name for word in self.command)
+
     def run(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
         """Run it; messages come in English, whatever the user's language."""
         environment = os.environ | {"LC_ALL": "C"}
@@ -127,20 +132,25 @@ def find_headers() -> Headers:
     return Headers(folder, version, f"{folder}|" + "|".join(stamps))
 
 
-@functools.cache
-def machine_flags() -> tuple[str, ...]:
+def machine_flags(compiler: Compiler) -> tuple[str, ...]:
     """Flags for this machine's CPU. They are part of the cache key, so a cache folder may serve several machines."""
     machine = platform.machine()
     if machine not in ("x86_64", "aarch64"):
         raise BackendUnavailableError(f"running kernels on the CPU needs x86-64 or AArch64, this machine is {machine}")
     if sys.platform != "linux":
         raise BackendUnavailableError(f"running kernels on the CPU needs Linux, this is {sys.platform}")
-    if machine == "x86_64":
-        try:
-            text = Path("/proc/cpuinfo").read_text(errors="replace")
-        except OSError:
-            return ()
-        flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-        if flags and set(flags.group(1).split()) >= _V3:
-            return ("-march=x86-64-v3",)
-    return ()
+    if not compiler.is_zig:
+        return ("-march=x86-64-v3",) if _has_v3() else ()
+    # Zig spells architectures its own way, takes the machine's CPU unless told, and sanitizes unless told.
+    level = "-march=x86_64_v3" if _has_v3() else "-march=x86_64" if machine == "x86_64" else "-mcpu=generic"
+    return (level, "-fno-sanitize=all")
+
+
+@functools.cache
+def _has_v3() -> bool:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return False
+    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return platform.machine() == "x86_64" and flags is not None and set(flags.group(1).split()) >= _V3

@@ -5,7 +5,6 @@
 
 #include <link.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -307,12 +306,13 @@ void spark_emu_fence() {
 void spark_emu_atomic(const volatile void* address, unsigned size) {
     Lane* lane = static_cast<Lane*>(spark_emu_lane);
     Worker* worker = lane->worker;
-    if (worker->checker != nullptr) {
-        checker_atomic(worker, reinterpret_cast<uint64_t>(address), size, __builtin_return_address(0));
-    }
-    // A thread that comes back again and again may be waiting for another.
+    // A thread that comes back again and again may be waiting for another. Its turn ends before the check, so that check
+    // and operation are one step where checked blocks are resident together.
     if (++worker->atomics_in_turn >= 32u) {
         yield(worker, lane);
+    }
+    if (worker->checker != nullptr) {
+        checker_atomic(worker, reinterpret_cast<uint64_t>(address), size, __builtin_return_address(0));
     }
 }
 
