@@ -53,6 +53,8 @@ def _qwen3_next(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStac
 
     def proposer(levers: ModelLevers) -> MtpHead:
         mtp = load_mtp_weights(store, config, gpu)
+        if unread := store.unread():
+            log.info("tensors that nothing reads: %s", ", ".join(unread))
         blocks = target.kv_cache.num_blocks()
         head = MtpHead(
             mtp, weights.embed_tokens, weights.lm_head, None, config, gpu, MtpQuantization.BF16, 0, max_seq_len, blocks,

@@ -7,6 +7,7 @@ Words: `num_drafts` counts drafts; a verify has one row more.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from .row_policy import catchup_range
 from .target.base import Target, TargetState, check_token
 
 __all__ = ["DecodeState", "Generation", "SpeculativeDecoder", "SpeculativeStats", "accepted_prefix"]
+
+log = logging.getLogger("spark_py.model")
 
 EOS, MAX_NEW_TOKENS, MAX_SEQ_LEN = "eos", "max_new_tokens", "max_seq_len"
 """Why a request ended."""
@@ -117,6 +120,9 @@ class SpeculativeDecoder:
             raise InvalidArgumentError("num_drafts", num_drafts, "0 without a proposer")
         self.eos = frozenset(check_token("eos_token_ids", token, target.vocab_size) for token in eos_token_ids)
         self.levers = levers or ModelLevers()
+        self._feeds = self.proposer is not None and self.proposer.supports_drafter_prefill
+        if self.proposer is not None and not self._feeds and (self.levers.drafter_prefill or self.levers.refeed):
+            log.warning("%s cannot be fed: it drafts without the prompt", type(self.proposer).__name__)
         self.stream: StreamLike = target.gpu.default_stream() if stream is None else stream
         self._ctx = ForwardContext(target.buffers, target.gpu, target.config, self.levers)
 
@@ -194,7 +200,7 @@ class SpeculativeDecoder:
         if not tokens:
             raise InvalidArgumentError("prompt", tokens, "at least one token is needed")
         first = self.target.prefill(tokens, seq, self.stream).picks[-1]
-        if self.proposer is not None and state.draft is not None and self.levers.drafter_prefill:
+        if self.proposer is not None and state.draft is not None and self._feeds and self.levers.drafter_prefill:
             try:
                 if before == 0:
                     self.proposer.prefill_drafter(seq.tokens, seq.hidden_row(0), state.draft, self._ctx, self.stream)
@@ -241,7 +247,7 @@ class SpeculativeDecoder:
         wanted = min(self.num_drafts, self.target.room(seq) - 1)
         if self.proposer is None or state.draft is None or wanted < 1:
             return []
-        if self.levers.refeed:
+        if self._feeds and self.levers.refeed:
             self._catch_up(state)
         hidden = seq.hidden_row(seq.seq_len - 1)
         drafts = self.proposer.propose(token, hidden, seq.seq_len, wanted, state.draft, self._ctx, self.stream)

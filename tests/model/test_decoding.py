@@ -126,6 +126,36 @@ def test_a_conversation_goes_on_in_its_state(
         decoder.free_state(state)
 
 
+@pytest.mark.parametrize("prefill", [True, False])
+def test_a_pause_of_drafting_does_not_move_positions(
+    gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, prefill: bool
+) -> None:
+    """The target goes on alone for a while: keys of the drafter's next rows are where the sequence is, whatever rows
+    it holds; it is fed what it missed, unless it is to know nothing but its own rows."""
+    prompt = rng.integers(0, 300, 10).tolist()
+    switches = levers(RowPolicy.VERIFIED, False, prefill)
+    with opened(gpu, tiny) as found:
+        head = found.proposer(switches)
+        assert isinstance(head, MtpHead)
+        decoder = SpeculativeDecoder(found.target, head, 2, levers=switches)
+        plain = SpeculativeDecoder(found.target, None, 0)
+        wanted = plain.generate(prompt, 46).tokens
+        state = decoder.alloc_state()
+        tokens = decoder.generate(prompt, 5, state).tokens
+        assert state.draft is not None
+        before = head.drafter_rows(state.draft)
+        tokens += plain.generate([], 40, state).tokens
+        assert head.drafter_rows(state.draft) == before
+        tokens += decoder.generate([], 1, state).tokens
+        length = state.target.seq_len
+        assert head.drafter_rows(state.draft) == (length - 1 if prefill else before)
+        drafts = decoder._propose(tokens[-1], state)
+        assert len(drafts) == 2
+        assert head.last_pair_key(state.draft) == length
+        assert tokens == wanted
+        decoder.free_state(state)
+
+
 def test_two_sequences_at_once(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
     """Steps of two sequences in turn over one target and one head: each gives what it gives alone."""
     prompts = [rng.integers(0, 300, n).tolist() for n in (9, 17)]

@@ -36,6 +36,8 @@ class ScriptState:
 class Scripted(DraftProposer):
     """Drafts `guess(position, num_drafts)`: what follows the token at `position`."""
 
+    supports_drafter_prefill = True
+
     def __init__(self, guess: Callable[[int, int], list[int]]) -> None:
         self.guess = guess
         self.states: list[ScriptState] = []
@@ -325,6 +327,19 @@ def test_without_drafter_prefill_the_drafter_never_sees_the_prompt(target: Qwen3
     levers = ModelLevers(drafter_prefill=False)
     assert SpeculativeDecoder(target, proposer, 2, levers=levers).generate(prompt, 6).tokens == wanted
     assert proposer.states[0].prompt == []
+
+
+def test_a_drafter_that_cannot_be_fed_says_so(
+    target: Qwen3NextTarget, prompt: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = plain(target, prompt, 6)
+    proposer = right(prompt, wanted)
+    proposer.supports_drafter_prefill = False
+    with caplog.at_level("WARNING", "spark_py.model"):
+        result = SpeculativeDecoder(target, proposer, 2).generate(prompt, 6)
+    assert result.tokens == wanted
+    assert proposer.states[0].prompt == []
+    assert [record.message for record in caplog.records] == ["Scripted cannot be fed: it drafts without the prompt"]
 
 
 def test_tokens_are_reported_as_they_come(target: Qwen3NextTarget, prompt: list[int]) -> None:
