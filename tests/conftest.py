@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="for compute-sanitizer: only tests that take `gpu` and are not marked no_sanitizer, with CuPy's pools off",
     )
-    group.addoption("--audit", metavar="FILE", help="write the kernels that the run looked up to FILE, as JSON")
+    group.addoption("--audit", metavar="FILE", help="write the kernels looked up to FILE (or FILE.worker), as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,7 +103,9 @@ def kernels_used(request: pytest.FixtureRequest) -> Iterator[set[str]]:
     used: set[str] = set()
     yield used
     if path := request.config.getoption("--audit"):
-        Path(path).write_text(json.dumps(sorted(used)))
+        # One file a worker of pytest-xdist.
+        worker = getattr(request.config, "workerinput", {}).get("workerid", "")
+        Path(f"{path}.{worker}" if worker else path).write_text(json.dumps(sorted(used)))
 
 
 def _note_used(backend: GpuBackend, used: set[str]) -> None:

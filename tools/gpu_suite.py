@@ -40,8 +40,27 @@ TREES = (
 )
 """What the numbers depend on; where a hash differs from HEAD's, the results are stale."""
 
+CPU_ROOMS = ("--ignore=tests/emulator", "--ignore=tests/tools")
+"""Tests that take minutes of a CPU and have no use for a GPU."""
+_DEMO_COLUMNS = (
+    "num_drafts",
+    "row_policy",
+    "acceptance_rate",
+    "per_position",
+    "mean_accepted_length",
+    "verify_steps",
+    "new_tokens",
+    "tokens_per_second",
+    "identical_to_greedy",
+)
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-BENCHMARKS = {"launch": "tools/bench_launch.py", "kernels": "tools/bench_kernels.py"}
+BENCHMARKS = {"launch": ["tools/bench_launch.py"], "kernels": ["tools/bench_kernels.py"]}
+DEMO = {
+    "backends compared": ["tools/compare_backends.py"],
+    "on the GPU": ["-m", "spark_py.cli.main", "demo", "--backend", "cuda", "--json"],
+    "on the CPU": ["-m", "spark_py.cli.main", "demo", "--backend", "host", "--json"],
+}
+"""What the demo checkpoint does here: name -> a command of Python that prints JSON."""
 TOOLS = ("memcheck", "racecheck", "initcheck")
 _ERRORS = re.compile(r"^=+ ERROR SUMMARY: (\d+) errors?\b", re.MULTILINE)
 _HAZARDS = re.compile(
@@ -154,7 +173,8 @@ def pytest_run(prefix: list[str], arguments: list[str], log: Path, limit: float,
             result["message"] = f"pytest wrote no report; see {log.name}"
         else:
             result.update(read_junit(junit.read_text()))
-            result["kernels"] = json.loads(audit.read_text()) if audit.exists() else []
+            lists = [json.loads(path.read_text()) for path in Path(folder).glob("audit.json*")]
+            result["kernels"] = sorted({name for names in lists for name in names})
     result["ok"] = done.returncode == 0 and result.get("passed", 0) > 0
     result["output"] = done.output
     return result
@@ -249,6 +269,11 @@ def render(results: dict[str, Any]) -> str:
         lines += ["", f"Kernels looked up under it: {len(sanitizer['kernels'])}."]
         if sanitizer["kernels_not_run"]:
             lines.append(f"Kernels tested, but not under it: {', '.join(sanitizer['kernels_not_run'])}.")
+    lines += ["", "## Demo checkpoint"]
+    for name, step in results["demo"].items():
+        lines += ["", f"### {name}", ""]
+        lines += _table(_short(step["values"])) if "values" in step else []
+        lines += [f"Not complete: {step['message']}"] if "message" in step else []
     lines += ["", "## Benchmarks"]
     for name, benchmark in results["benchmarks"].items():
         lines += ["", f"### {name}", ""]
@@ -268,6 +293,13 @@ def _table(values: dict[str, Any]) -> list[str]:
         lines += ["", f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
         lines += [f"| {' | '.join(_number(value) for value in row.values())} |" for row in rows]
     return lines
+
+
+def _short(values: dict[str, Any]) -> dict[str, Any]:
+    """The demo's JSON without its texts and ids, one row a run."""
+    if "runs" not in values:
+        return values
+    return {"rows": [{k: v for k, v in run.items() if k in _DEMO_COLUMNS} for run in values["runs"]]}
 
 
 def _number(value: object) -> str:
@@ -292,6 +324,9 @@ def problems_of(results: dict[str, Any], expected: dict[str, str] | None) -> lis
     for tool, result in results["sanitizer"].get("tools", {}).items():
         if not result["ok"]:
             problems.append(f"{tool}: {result['summary'] or 'no summary line'}; {_counts(result)}")
+    for name, step in results["demo"].items():
+        if not step["ok"]:
+            problems.append(f"demo {name}: {step['message']}")
     for name, benchmark in results["benchmarks"].items():
         if not benchmark["ok"] and not benchmark.get("skipped"):
             problems.append(f"benchmark {name}: {benchmark['message']}")
@@ -312,6 +347,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", default="0", help="seed of the tests (default: 0)")
     parser.add_argument("--skip-sanitizer", action="store_true", help="leave compute-sanitizer out; never clean")
     parser.add_argument("--skip-benchmark", action="store_true", help="leave the benchmarks out; never clean")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that run the tests (default: 1)")
+    parser.add_argument("--side-by-side", action="store_true", help="tests, sanitizer and demo at the same time")
+    parser.add_argument("--demo-limit", type=float, default=180, metavar="S", help="seconds for each run of the demo")
     parser.add_argument("--test-limit", type=float, default=180, metavar="S", help="seconds for the tests")
     parser.add_argument("--sanitizer-limit", type=float, default=200, metavar="S", help="seconds for the three tools")
     parser.add_argument("--benchmark-limit", type=float, default=60, metavar="S", help="seconds for each benchmark")
@@ -333,15 +371,28 @@ def main(argv: list[str] | None = None) -> int:
 
     say("environment")
     doctor = json_step(["-m", "spark_py.cli.main", "doctor", "--json"], args.output / "doctor.log", 60, env)
-    say("tests")
-    tests_log = args.output / "tests.log"
-    tests = pytest_run([], ["tests", "--backend", "cuda", "--seed", args.seed], tests_log, args.test_limit, env)
-    del tests["output"]
-    if args.skip_sanitizer:
-        sanitizer: dict[str, Any] = {"available": False, **skipped}
-    else:
+
+    def test() -> dict[str, Any]:
+        say("tests")
+        workers = ["-n", str(args.workers), "--dist", "worksteal"] if args.workers > 1 else []
+        selection = ["tests", *CPU_ROOMS, "--backend", "cuda", "--seed", args.seed, *workers]
+        result = pytest_run([], selection, args.output / "tests.log", args.test_limit, env)
+        del result["output"]
+        return result
+
+    def sanitizing() -> dict[str, Any]:
+        if args.skip_sanitizer:
+            return {"available": False, **skipped}
         say("compute-sanitizer")
-        sanitizer = sanitize(args, env)
+        return sanitize(args, env)
+
+    def demonstrate() -> dict[str, Any]:
+        say("demo")
+        return {n: json_step(c, args.output / "demo.log", args.demo_limit, env) for n, c in DEMO.items()}
+
+    with ThreadPoolExecutor(3 if args.side_by_side else 1) as pool:
+        steps = [pool.submit(step) for step in (test, sanitizing, demonstrate)]
+        tests, sanitizer, demo = (step.result() for step in steps)
     kernels: set[str] = set()
     kernels.update(*(result.pop("kernels", []) for result in sanitizer.get("tools", {}).values()))
     not_run = set(tests.pop("kernels", [])) - kernels
@@ -353,7 +404,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             say(f"benchmark: {name}")
             log = args.output / f"benchmark_{name}.log"
-            benchmarks[name] = json_step([script], log, args.benchmark_limit, env)
+            benchmarks[name] = json_step(script, log, args.benchmark_limit, env)
     results: dict[str, Any] = {
         "environment": environment_of(doctor),
         "commit": args.commit or head(),
@@ -361,6 +412,7 @@ def main(argv: list[str] | None = None) -> int:
         "trees": trees_of(ROOT),
         "tests": tests,
         "sanitizer": sanitizer,
+        "demo": demo,
         "benchmarks": benchmarks,
     }
     results["problems"] = problems_of(results, expected)

@@ -118,6 +118,7 @@ def _results(**changed: Any) -> dict[str, Any]:
         "trees": {"cuda_src": "11"},
         "tests": {**counts, "ok": True},
         "sanitizer": {"available": True, "tools": {"memcheck": tool}, "kernels": ["m::f"], "kernels_not_run": ["m::g"]},
+        "demo": {"on the GPU": {"ok": True, "values": {"runs": [{"num_drafts": 3, "text": "x", "verify_steps": 7}]}}},
         "benchmarks": {"launch": {"ok": True, "values": {"ours": {"median_us": 1.5}, "device": "a GPU"}}},
         "problems": [],
         "clean": True,
@@ -135,6 +136,7 @@ def test_a_clean_run_has_no_problems() -> None:
         "| memcheck | ERROR SUMMARY: 0 errors | 5 passed",
         "m::g",
         "| ours | 1.5 |",
+        "| 3 | 7 |",
         "| 11 |",
     ):
         assert wanted in text
@@ -149,6 +151,7 @@ def test_each_fault_is_a_problem() -> None:
             "kernels": [],
             "kernels_not_run": [],
         },
+        demo={"on the GPU": {"ok": False, "message": "exit code 1"}},
         benchmarks={"launch": {"ok": False, "message": "exit code 1"}},
     )
     problems = suite.problems_of(results, {"cuda_src": "22", "spark_py/ops": "33"})
@@ -156,6 +159,7 @@ def test_each_fault_is_a_problem() -> None:
         "files differ from the commit's",
         "tests",
         "initcheck",
+        "demo on the GPU",
         "benchmark launch",
     ]
     assert "cuda_src, spark_py/ops" in problems[0]
