@@ -19,8 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 STANDARD = sys.stdlib_module_names
 CONCRETE = {"spark_py.runtime." + name for name in ("cuda", "host", "emulated", "_driver")}
 
-# Part of the package -> the parts it may import, and what it may of other distributions. What is not here (cli, testing)
-# stands on top.
+# Part of the package -> the parts it may import, and what it may of other distributions. What is not here stands on
+# top of all.
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "reference": (set(), {"numpy", "ml_dtypes"}),
     "catalog": ({"reference"}, {"numpy", "ml_dtypes"}),

@@ -397,7 +397,7 @@ class WeightNotLoadedError(WeightError, LookupError):
 
 
 class ConfigError(SparkError, ValueError):
-    """A config.json that cannot be used. `source` is the file, `field` the one at fault or "", `value` what it holds."""
+    """A config.json that cannot be used. `source` is the file, `field` the one at fault or "", `value` its value."""
 
     def __init__(self, source: Path | str, message: str, field: str = "", value: object = None) -> None:
         self.source, self.field, self.value = source, field, value

@@ -127,7 +127,9 @@ def test_sizes_of_another_type(gpu: GpuBackend, name: str, size: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["copy_h2d", "copy_h2d_async", "copy_h2d_async_retained"])
-@pytest.mark.parametrize("src", ["text", 8, None, [1, 2], object(), np.array([None, None])], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "src", ["text", 8, None, [1, 2], object(), np.array([None, None])], ids=lambda s: type(s).__name__
+)
 def test_sources_of_another_type(gpu: GpuBackend, name: str, src: Any) -> None:
     ptr = poisoned(gpu, SIZE)
     more = () if name == "copy_h2d" else (gpu.default_stream(),)
