@@ -130,18 +130,22 @@ class SpeculativeDecoder:
 
     def alloc_state(self) -> DecodeState:
         """A sequence without tokens."""
-        gpu, proposer = self.target.gpu, self.proposer
         state = DecodeState(self.target.alloc_state(), None)
-        if proposer is not None:
-            try:
-                state.draft = proposer.alloc_state_for(gpu, self.target.max_seq_len)
-            except BaseException:
-                self.target.free_state(state.target)
-                raise
+        try:
+            self._ensure_draft_state(state)
+        except BaseException:
+            self.target.free_state(state.target)
+            raise
         return state
 
+    def _ensure_draft_state(self, state: DecodeState) -> None:
+        """A sequence that has run without drafts gets a drafter's state, without rows, from the first run with them."""
+        if self.proposer is not None and state.draft is None:
+            state.draft = self.proposer.alloc_state_for(self.target.gpu, self.target.max_seq_len)
+
     def free_state(self, state: DecodeState) -> None:
-        """Give back everything that a sequence holds. A second call does nothing."""
+        """Give back everything that a sequence holds. The decoder must have the proposer that drafted for it. A second
+        call does nothing."""
         if self.proposer is not None and state.draft is not None:
             self.proposer.free_state(self.target.gpu, state.draft)
         self.target.free_state(state.target)
@@ -163,6 +167,7 @@ class SpeculativeDecoder:
         """
         limit = count("max_new_tokens", max_new_tokens)
         if state is not None:
+            self._ensure_draft_state(state)
             return self._generate(prompt, limit, state, on_tokens)
         state = self.alloc_state()
         try:
@@ -221,7 +226,7 @@ class SpeculativeDecoder:
 
         accepted = accepted_prefix(drafts, picks)
         stats.add(len(drafts), accepted)
-        new = self._until_the_end(list(picks[: accepted + 1]), limit)
+        new = self._until_the_end(picks[: accepted + 1], limit)
 
         # The last token emitted is not kept in the state: where the request ends among accepted drafts, what is kept is
         # what a verify that accepted only those before it would have left.
@@ -234,10 +239,10 @@ class SpeculativeDecoder:
         state.pending = new[-1]
         return new
 
-    def _until_the_end(self, new: list[int], limit: int) -> list[int]:
+    def _until_the_end(self, new: Sequence[int], limit: int) -> list[int]:
         """`new` up to and including the first EOS, `limit` tokens at most."""
         end = next((i + 1 for i, token in enumerate(new) if token in self.eos), len(new))
-        return new[: min(end, limit)]
+        return list(new[: min(end, limit)])
 
     # ------------------------------------------------------------ the drafter's part
 

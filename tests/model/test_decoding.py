@@ -156,6 +156,21 @@ def test_a_pause_of_drafting_does_not_move_positions(
         decoder.free_state(state)
 
 
+def test_drafts_begin_in_the_middle_of_a_sequence(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+    """A state that was made without a proposer gets a drafter's state when it is first needed."""
+    prompt = rng.integers(0, 300, 10).tolist()
+    switches = levers(RowPolicy.VERIFIED, True)
+    with opened(gpu, tiny) as found:
+        plain = SpeculativeDecoder(found.target, None, 0)
+        decoder = SpeculativeDecoder(found.target, found.proposer(switches), 3, levers=switches)
+        state = plain.alloc_state()
+        tokens = plain.generate(prompt, 5, state).tokens
+        result = decoder.generate([], 20, state)
+        assert result.stats.drafted > 0
+        assert [*tokens, *result.tokens] == plain.generate(prompt, 25).tokens
+        decoder.free_state(state)
+
+
 def test_two_sequences_at_once(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
     """Steps of two sequences in turn over one target and one head: each gives what it gives alone."""
     prompts = [rng.integers(0, 300, n).tolist() for n in (9, 17)]
