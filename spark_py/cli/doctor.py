@@ -82,7 +82,7 @@ def suggested_extra(driver: str) -> str:
 def _base() -> Iterator[Finding]:
     yield Finding("spark_py", "ok", f"{__version__} in {Path(__file__).resolve().parent.parent}")
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    for name in ("numpy", "ml_dtypes"):
+    for name in ("numpy", "ml_dtypes", "safetensors", "tokenizers"):
         yield Finding(name, "ok", metadata.version(name))
 
 
@@ -146,14 +146,26 @@ def _toolkit() -> Iterator[Finding]:
 
 
 def _cutlass() -> Iterator[Finding]:
-    from cuda.pathfinder import find_nvidia_header_directory
+    from spark_py.runtime.toolkit import find_cutlass
 
     needed = "kernel sets that include cute/ or cutlass/"
-    folder = find_nvidia_header_directory("cutlass")
+    folder = find_cutlass()
     if folder:
         yield Finding("cutlass headers", "ok", str(folder), needed)
     else:
         yield Finding("cutlass headers", "missing", "", needed, INSTALL["cutlass"])
+
+
+def _compiler() -> Iterator[Finding]:
+    from spark_py.emulator.compiler import find_compiler
+
+    needed = 'open_backend("emulated"), with the CUDA headers: kernels on the CPU'
+    try:
+        compiler = find_compiler()
+    except SparkError as error:
+        yield Finding("c++ compiler", "missing", str(error), needed, "apt install g++, or: pip install ziglang")
+    else:
+        yield Finding("c++ compiler", "ok", compiler.version.partition("\n")[0], needed)
 
 
 def _device() -> Iterator[Finding]:
@@ -201,7 +213,7 @@ def _cache() -> Iterator[Finding]:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which one depends on another."""
-    parts = (_base, _cpu_backend, _cupy, _toolkit, _cutlass, _device, _cache)
+    parts = (_base, _cpu_backend, _cupy, _toolkit, _cutlass, _compiler, _device, _cache)
     return [finding for part in parts for finding in part()]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from .errors import BackendUnavailableError, ToolkitMismatchError
 
-__all__ = ["STUB_HEADERS", "Toolkit", "check_one_cupy", "find_toolkit", "header_version"]
+__all__ = ["STUB_HEADERS", "Toolkit", "check_one_cupy", "find_cutlass", "find_toolkit", "header_version"]
 
 log = logging.getLogger("spark_py.runtime.toolkit")
 
@@ -190,6 +190,11 @@ def _first_with(folders: Iterable[Path | None], inside: str) -> Path | None:
     return next((folder for folder in folders if folder is not None and (folder / inside).exists()), None)
 
 
+def find_cutlass(find: Callable[[str], Path | None] = _pathfinder) -> Path | None:
+    """The folder of `cute/` and `cutlass/`, or None."""
+    return _first_with((find("cutlass"), _cutlass_wheel()), "cutlass/version.h")
+
+
 def _cutlass_wheel() -> Path | None:
     """The headers of nvidia-cutlass where it is importable without being in a site-packages folder (pip --target)."""
     spec = importlib.util.find_spec("cutlass_library")
@@ -239,7 +244,7 @@ def find_toolkit(nvrtc: Any, find: Callable[[str], Path | None] = _pathfinder) -
         # CuTe of CUDA 13 names CCCL's headers by the folder: cccl/cuda/std/...
         beside = cccl.parent if cccl is not None and cccl.name == "cccl" else None
         include += [folder for folder in (cccl, crt, beside) if folder is not None and folder != main]
-    cutlass = _first_with((find("cutlass"), _cutlass_wheel()), "cutlass/version.h")
+    cutlass = find_cutlass(find)
     stamps = [_stamp(library), *(_stamp(folder / "cuda.h") for folder in include[:1])]
     stamps += [_stamp(folder) for folder in include[1:]]
     stamps.append(_stamp(cutlass / "cutlass" / "version.h") if cutlass else "-")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from spark_py.cli import doctor
+from spark_py.runtime.toolkit import find_cutlass
 
 ROOT = Path(doctor.__file__).resolve().parents[2]
 
@@ -71,6 +72,21 @@ def test_text_says_purpose_and_cure_of_what_is_missing(tmp_path: Path) -> None:
     at = lines.index("missing  cupy: not found")
     assert lines[at + 1].strip() == 'needed for: open_backend("cuda") and compiling kernels'
     assert lines[at + 2].strip().startswith("cure: pip install")
+
+
+def test_the_compiler_of_the_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_PY_CXX", "no-such-compiler")
+    row = findings(run_doctor(tmp_path, {}, "--json"))["c++ compiler"]
+    assert row["status"] == "missing"
+    assert "no-such-compiler" in row["value"]
+    assert "emulated" in row["needed_for"]
+    assert row["cure"]
+
+
+def test_doctor_and_compiler_agree_on_cutlass() -> None:
+    row = next(finding for finding in doctor._cutlass())
+    found = find_cutlass()
+    assert (row.status, row.value) == (("ok", str(found)) if found else ("missing", ""))
 
 
 def test_two_cupys_are_an_error(tmp_path: Path) -> None:

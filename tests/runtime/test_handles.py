@@ -180,10 +180,16 @@ def test_audit(gpu: GpuBackend) -> None:
         assert rows["norm", "rms_norm"].sites == ()
 
 
-@pytest.mark.gpu_only("the CPU backend has no modules to load")
-def test_one_load_a_module_and_device(gpu: GpuBackend, rng: np.random.Generator) -> None:
+def test_one_load_a_module_and_device(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand lookups and launches load nothing again; a second backend takes the module that is there."""
     from spark_py.runtime.cuda import module_load_count
 
+    device = gpu._device  # type: ignore[attr-defined]
+    loads: list[tuple[str, str]] = []
+    load = device.load
+    monkeypatch.setattr(device, "load", lambda *key: loads.append(key) or load(*key))
     work = Concat(gpu, rng)
     before = module_load_count(gpu.ordinal)
     for _ in range(1000):
@@ -191,6 +197,7 @@ def test_one_load_a_module_and_device(gpu: GpuBackend, rng: np.random.Generator)
             gpu.kernel("residual_add", "bf16_concat"), work.grid, work.BLOCK, 0, gpu.default_stream(), work.args
         )
     assert work.result == work.expected
+    assert len(loads) <= 1  # none where an earlier test of this backend has looked it up
     with second_backend(gpu) as other:
         theirs = Concat(other, rng)
         theirs.launch()
