@@ -3,8 +3,8 @@
 
 The CPU backend continues each held-out prompt greedily. The other backend is then given the same tokens (teacher
 forcing) and its choice after each is compared: they must agree wherever the CPU's two largest logits lie further apart
-than the stated bound. It also continues each prompt by itself, without and with drafts, which must give equal ids. Prints
-one JSON object; exit code 1 where one of the two fails.
+than the stated bound. It also continues each prompt by itself, without and with drafts, which must give equal ids.
+Prints one JSON object; exit code 1 where one of the two fails.
 
     python tools/compare_backends.py [--backend cuda] [--prompts 50] [--new-tokens 64]
 """
