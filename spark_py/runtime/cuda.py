@@ -8,9 +8,7 @@ own, captures are relaxed. The only file that imports CuPy for more than its com
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from .audit import KernelAudit
 from .checked import CheckedBackend
 from .compiled import CompiledModule
 from .cubin_cache import CubinCache
+from .cuda_images import Image, load_image
+from .cuda_query import DEVICE_ATTRIBUTES, MAX_DYNAMIC_SHARED, device_limits, function_attributes
 from .device import Dim3, Launcher, LoadedKernel, RawDevice
 from .errors import (
     BackendUnavailableError,
@@ -32,7 +32,7 @@ from .errors import (
     SparkError,
     UnsupportedError,
 )
-from .gpu import DeviceLimits, FunctionAttributes
+from .gpu import FunctionAttributes
 from .manifest import KernelSet
 from .modules import compile_module, function_not_found
 from .plan import Layout
@@ -40,33 +40,12 @@ from .signature import Signature
 from .staging import StagingPool
 from .toolkit import check_one_cupy, install_line
 
-__all__ = ["CudaBackend", "CudaDevice", "module_load_count", "probe"]
+__all__ = ["CudaBackend", "CudaDevice", "probe"]
 
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600
 _ATTACH_GLOBAL = 1
 _HOST_ALLOC_FLAGS = 3  # portable and mapped
-_SHARED_MAX_DYNAMIC = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-
-
-class _Image:
-    """A loaded module; CuPy's own class takes no weak references."""
-
-    __slots__ = ("__weakref__", "module")
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-
-# Modules by (device, digest of the image): one load however many backends use it; gone with its last user.
-_modules: weakref.WeakValueDictionary[tuple[int, bytes], _Image] = weakref.WeakValueDictionary()
-_modules_lock = threading.Lock()
-_module_loads: dict[int, int] = {}
-
-
-def module_load_count(ordinal: int) -> int:
-    """How many modules this process has loaded on a device."""
-    return _module_loads.get(ordinal, 0)
 
 
 class _Api:
@@ -130,11 +109,11 @@ class CudaDevice(RawDevice):
         self._cache = CubinCache()
         self._driver_version = int(self._runtime.driverGetVersion())
         self._compiled: dict[Path, CompiledModule] = {}
-        self._loaded: dict[Path, _Image] = {}
+        self._loaded: dict[Path, Image] = {}
         self._load_lock = threading.Lock()
         self.activate()
         self._major, self._minor = self._attribute("ComputeCapabilityMajor"), self._attribute("ComputeCapabilityMinor")
-        self.limits = self._limits()
+        self.limits = device_limits(self._attribute)
         self._staging = StagingPool(self)
 
     # ------------------------------------------------------------ calls and faults
@@ -165,20 +144,8 @@ class CudaDevice(RawDevice):
         return CudaError(operation, code, name, detail)
 
     def _attribute(self, name: str) -> int:
-        numbers = _ATTRIBUTES
-        return int(self._call("cudaDeviceGetAttribute", self._runtime.deviceGetAttribute, numbers[name], self.ordinal))
-
-    def _limits(self) -> DeviceLimits:
-        get = self._attribute
-        return DeviceLimits(
-            max_grid=(get("MaxGridDimX"), get("MaxGridDimY"), get("MaxGridDimZ")),
-            max_block=(get("MaxBlockDimX"), get("MaxBlockDimY"), get("MaxBlockDimZ")),
-            max_threads_per_block=get("MaxThreadsPerBlock"),
-            max_shared_default=get("MaxSharedMemoryPerBlock"),
-            max_shared_optin=get("MaxSharedMemoryPerBlockOptin"),
-            warp_size=get("WarpSize"),
-            cooperative_launch=bool(get("CooperativeLaunch")),
-        )
+        number = DEVICE_ATTRIBUTES[name]
+        return int(self._call("cudaDeviceGetAttribute", self._runtime.deviceGetAttribute, number, self.ordinal))
 
     # ------------------------------------------------------------ memory
 
@@ -314,20 +281,16 @@ class CudaDevice(RawDevice):
         dynamic = attributes.shared_dynamic_max
         return LoadedKernel(module, function, signature, raw, attributes, dynamic, nullable)
 
-    def _load_image(self, path: Path, compiled: CompiledModule) -> _Image:
-        key = (self.ordinal, hashlib.sha256(compiled.image).digest())
-        with _modules_lock:
-            image = _modules.get(key)
-            if image is not None:
-                return image
+    def _load_image(self, path: Path, compiled: CompiledModule) -> Image:
+        def load(image: bytes) -> Any:
             module = self._api.cupy.cuda.function.Module()
             try:
-                module.load(compiled.image)
+                module.load(image)
             except self._api.errors as error:
                 raise ImageError(path, compiled.arch, f"the driver refused the {compiled.kind}: {error}") from None
-            _module_loads[self.ordinal] = module_load_count(self.ordinal) + 1
-            image = _modules[key] = _Image(module)
-            return image
+            return module
+
+        return load_image(self.ordinal, compiled.image, load)
 
     def _nullable(self, module: str, signature: Signature) -> tuple[bool, ...]:
         """Which pointers may be NULL: as the catalogue says, and any where it does not know the kernel."""
@@ -340,16 +303,7 @@ class CudaDevice(RawDevice):
         def get(number: int) -> int:
             return int(self._call("cuFuncGetAttribute", self._driver.funcGetAttribute, number, function))
 
-        return FunctionAttributes(
-            registers=get(4),
-            shared_static=get(1),
-            shared_dynamic_max=get(_SHARED_MAX_DYNAMIC),
-            local_per_thread=get(3),
-            max_threads_per_block=get(0),
-            constant=get(2),
-            ptx_version=get(5),
-            binary_version=get(6),
-        )
+        return function_attributes(get)
 
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
         """A closure that packs one launch's values and queues it; its argument buffer is reused under a lock."""
@@ -378,7 +332,7 @@ class CudaDevice(RawDevice):
         return launch
 
     def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None:
-        self._call("cuFuncSetAttribute", self._driver.funcSetAttribute, kernel.raw.ptr, _SHARED_MAX_DYNAMIC, nbytes)
+        self._call("cuFuncSetAttribute", self._driver.funcSetAttribute, kernel.raw.ptr, MAX_DYNAMIC_SHARED, nbytes)
 
     def max_cooperative_blocks(self, kernel: LoadedKernel, threads: int, shared: int) -> int:
         occupancy = self._driver.occupancyMaxActiveBlocksPerMultiprocessor
@@ -467,26 +421,6 @@ class CudaDevice(RawDevice):
         self._compiled.clear()
         if self._lost is None:
             self._staging.close()
-
-
-# cudaDeviceAttr numbers; CuPy names them by CUDA version, the numbers never change.
-_ATTRIBUTES = {
-    "MaxThreadsPerBlock": 1,
-    "MaxBlockDimX": 2,
-    "MaxBlockDimY": 3,
-    "MaxBlockDimZ": 4,
-    "MaxGridDimX": 5,
-    "MaxGridDimY": 6,
-    "MaxGridDimZ": 7,
-    "MaxSharedMemoryPerBlock": 8,
-    "WarpSize": 10,
-    "MultiProcessorCount": 16,
-    "Integrated": 18,
-    "ComputeCapabilityMajor": 75,
-    "ComputeCapabilityMinor": 76,
-    "CooperativeLaunch": 95,
-    "MaxSharedMemoryPerBlockOptin": 97,
-}
 
 
 class CudaBackend(CheckedBackend):

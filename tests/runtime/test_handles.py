@@ -184,7 +184,7 @@ def test_one_load_a_module_and_device(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand lookups and launches load nothing again; a second backend takes the module that is there."""
-    from spark_py.runtime.cuda import module_load_count
+    from spark_py.runtime.cuda_images import module_load_count
 
     device = gpu._device  # type: ignore[attr-defined]
     loads: list[tuple[str, str]] = []
