@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from spark_py.runtime.manifest import kernels_path
 
 pytest.importorskip("cupy_backends", reason="CuPy, which reaches NVRTC, is not installed")
 
+USERS_CACHE = os.environ.get("SPARK_PY_CACHE_DIR")
 KEYS = {"module", "function", "file", "arch", "ok", "params", "registers", "shared", "stack", "spill_bytes", "log"}
 MANIFEST = """
 [modules.residual_add]
@@ -143,7 +145,11 @@ def test_files_folders_without_manifest_and_ptx(folder: Path, tmp_path: Path) ->
     assert found[3]["params"] == ["32-bit word param_0"] or found[3]["params"] == ["32-bit word n"]
 
 
-def test_own_kernels_are_the_default_and_all_pass() -> None:
+def test_own_kernels_are_the_default_and_all_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The user's cache: CuTe takes half a minute, and other tests compile the same files.
+    monkeypatch.delenv("SPARK_PY_CACHE_DIR")
+    if USERS_CACHE is not None:
+        monkeypatch.setenv("SPARK_PY_CACHE_DIR", USERS_CACHE)
     result = run("--json", "--arch", "sm_90a")
     assert result.exit_code == 0, result.stdout
     found = rows(result)
