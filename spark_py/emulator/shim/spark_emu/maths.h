@@ -16,14 +16,19 @@
 #define __sincosf(x, s, c) sincosf(x, s, c)
 #define __fdividef(x, y) ((x) / (y))
 
+// C23 has these names too, and newer C libraries declare them.
+#define rsqrtf spark_emu_rsqrtf
+#define rsqrt spark_emu_rsqrt
+#define sinpif spark_emu_sinpif
+#define cospif spark_emu_cospif
 static inline float rsqrtf(float x) { return static_cast<float>(1.0 / sqrt(static_cast<double>(x))); }
 static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+static inline float sinpif(float x) { return static_cast<float>(sin(M_PI * static_cast<double>(x))); }
+static inline float cospif(float x) { return static_cast<float>(cos(M_PI * static_cast<double>(x))); }
 static inline float rcbrtf(float x) { return static_cast<float>(1.0 / cbrt(static_cast<double>(x))); }
 static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // NaN gives 0
 static inline float normcdff(float x) { return static_cast<float>(0.5 * erfc(-x * 0.70710678118654752440)); }
 static inline double normcdf(double x) { return 0.5 * erfc(-x * 0.70710678118654752440); }
-static inline float sinpif(float x) { return static_cast<float>(sin(M_PI * static_cast<double>(x))); }
-static inline float cospif(float x) { return static_cast<float>(cos(M_PI * static_cast<double>(x))); }
 
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
