@@ -72,6 +72,11 @@ class WeightStore:
 
     # ------------------------------------------------------------ what there is
 
+    @property
+    def source(self) -> Path:
+        """The folder or file that was opened; "memory" for a store without files."""
+        return self._catalog.source
+
     def names(self) -> tuple[str, ...]:
         """Every name in the files or on the device, sorted."""
         return tuple(sorted(self._catalog.tensors.keys() | self._loaded.keys()))

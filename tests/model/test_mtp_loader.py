@@ -104,6 +104,17 @@ def test_f32_is_rounded_to_bf16(gpu: GpuBackend, tmp_path: Path, rng: np.random.
         assert download(gpu, fc.weight, fc.shape).tobytes() == wide.astype(BF16).tobytes()
 
 
+def test_a_missing_tensor_is_missed_in_the_folder(gpu: GpuBackend, tmp_path: Path, tensors: Any) -> None:
+    """Also when nothing but the MTP module is left to load."""
+    del tensors["mtp.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with WeightStore.open(tmp_path) as store:
+        store.load(gpu, list(tensors))
+        with pytest.raises(MissingWeightError) as caught:
+            load_mtp_weights(store, config(), gpu)
+    assert str(caught.value).splitlines()[0] == f"1 tensor is not in {tmp_path}: 'mtp.norm.weight'"
+
+
 @pytest.mark.parametrize("name", [*NAMES.values()])
 def test_one_missing_tensor_is_named(gpu: GpuBackend, tmp_path: Path, tensors: Any, name: str) -> None:
     save_file({n: a for n, a in tensors.items() if n != name}, tmp_path / "model.safetensors")

@@ -68,7 +68,7 @@ def load_mtp_weights(store: WeightStore, config: ModelConfig, gpu: GpuBackend) -
     shapes = mtp_tensor_shapes(config)
     names = {name for name, _ in shapes.values()}
     if missing := sorted(names - set(store.names())):
-        raise MissingWeightError(missing, {}, _source(store), _HINT)
+        raise MissingWeightError(missing, {}, str(store.source), _HINT)
     for name, shape in shapes.values():
         _check(store, name, shape)
     _check_rest(store, names)
@@ -105,8 +105,3 @@ def _check_rest(store: WeightStore, names: set[str]) -> None:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names)
-
-
-def _source(store: WeightStore) -> str:
-    files = {str(store.info(name).file.parent) for name in store.names() if not store.is_loaded(name)}
-    return ", ".join(sorted(files)) or "the store"
