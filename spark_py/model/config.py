@@ -116,7 +116,8 @@ class ModelConfig:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(file, f"cannot be read: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(file, f"cannot be read: {reason}") from error
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
