@@ -6,14 +6,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST_ARGS ?= -n auto --dist worksteal
+HAS_COMPILER = $(BIN)/python -c 'from spark_py.emulator.compiler import find_compiler; find_compiler()' 2>/dev/null
 GPU_OUTPUT ?= docs/gpu
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types check format gpu clean
+.PHONY: help demo test emulated lint types check format gpu clean
 
 help:
 	@echo 'make demo    run the demo (installs the base package)'
 	@echo 'make test    run the tests without a GPU (installs the cuda12 and test extras)'
+	@echo 'make emulated   the kernel tests alone, with the .cu files compiled for the CPU (needs g++ 12 or newer; in make test)'
 	@echo 'make lint    ruff: rules and format        make types   mypy --strict'
 	@echo 'make check   lint, types and test          make format  let ruff rewrite'
 	@echo 'make gpu     run tests, compute-sanitizer and benchmark on a GPU, results in $(GPU_OUTPUT)'
@@ -24,6 +26,10 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@if $(HAS_COMPILER); then $(MAKE) --no-print-directory emulated; else echo 'the .cu files were not run on the CPU'; fi
+
+emulated: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated tests/kernels
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
