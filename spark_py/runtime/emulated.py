@@ -94,7 +94,17 @@ class EmulatedDevice(HostDevice):
     def is_loaded(self, module: str, function: str) -> bool:
         source = self._set.module(module).holding(function)
         loaded = self._modules.get(source.path)
-        return source.gpu_only or (loaded is not None and function in loaded.signatures)
+        if source.gpu_only or (loaded is not None and function in loaded.signatures):
+            return True
+        return self._is_missing(source, function)
+
+    @staticmethod
+    def _is_missing(source: ModuleSource, function: str) -> bool:
+        """Whether manifest and text alone say that the file has no such kernel; nothing has to be compiled then."""
+        if not source.functions or function in source.functions:
+            return False
+        text = without_comments(source.path.read_text(encoding="utf-8", errors="replace"))
+        return not _MACRO_KERNEL.search(text) and not re.search(rf"\b{re.escape(function)}\b", text)
 
     def load(self, module: str, function: str) -> LoadedKernel:
         present = [name for mod, name in self.known_kernels() if mod == module]
@@ -110,6 +120,8 @@ class EmulatedDevice(HostDevice):
             return super().load(module, function)
         if source.is_ptx:
             raise UnsupportedError(f"module '{module}' is PTX ({source.path}): the CPU runs CUDA sources alone")
+        if self._is_missing(source, function):
+            raise function_not_found(source, function, present)
         with self._load_lock:
             compiled = self._compiled(source, function, present)
         signature = compiled.signatures[function]
