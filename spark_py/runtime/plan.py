@@ -111,7 +111,7 @@ class Plan:
         params = kernel.signature.params
         self.kinds = tuple(p.kind for p in params)
         self.classes = tuple(_PLAIN[p.kind] for p in params)
-        self.call_classes = (int,) * 8 + self.classes
+        self.call_classes: list[type] = [*(int,) * 8, *self.classes]
         self.layout = Layout(kernel.signature)
         self.masks = tuple(kernel.alignments[i] - 1 for i in self.layout.pointer_at)
         self.pick_pointers = _picker(self.layout.pointer_at)

@@ -59,7 +59,7 @@ class LaunchOps(KernelOps):
                     plan is not None
                     and func.owner == self._id
                     and stream in self._streams
-                    and tuple(map(type, (stream, shared_mem, *grid, *block, *args))) == plan.call_classes
+                    and [*map(type, (stream, shared_mem, *grid, *block, *args))] == plan.call_classes
                     and (kinds is None or kinds == plan.kinds)
                 ):
                     addresses = tuple(map(_address, plan.pick_pointers(args)))
