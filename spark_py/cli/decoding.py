@@ -25,30 +25,35 @@ from spark_py.runtime import open_backend
 from spark_py.runtime.errors import ConfigError, InvalidArgumentError
 from spark_py.runtime.sizes import count
 
-__all__ = ["Request", "Run", "decode", "decoding_options", "default_prompt", "show"]
+__all__ = ["Request", "Run", "decode", "decoding_options", "default_prompt", "report"]
 
 TABLE_DRAFTS = (0, 1, 2, 3)
 """The rows of the table, where --num-drafts does not ask for one run."""
 POLICIES = ((RowPolicy.SEED, False), (RowPolicy.VERIFIED, False), (RowPolicy.VERIFIED, True))
-"""(row policy, refeed) of --row-policy all."""
+"""(row policy, refeed) of --row-policy all. The first is what is run unless something else is asked for."""
 _ALL = "all"
-_MIN_WIDTH = 120
+_MIN_WIDTH, _ROOMY = 120, 100
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asked for. `num_drafts` None: all of TABLE_DRAFTS; `row_policy` "all": each of POLICIES."""
+    """What the command line asked for.
+
+    `num_drafts` None: all of TABLE_DRAFTS. `row_policy` "all": each of POLICIES; None: the first of them, and with
+    `every_policy`, if neither drafts nor refeed are chosen, one run more of each other policy at the most drafts.
+    """
 
     family: str
     backend: Literal["auto", "host", "emulated", "cuda"]
     prompt: str | None
     max_new_tokens: int
     num_drafts: int | None
-    row_policy: str
+    row_policy: str | None
     refeed: bool
     drafter_prefill: bool
+    every_policy: bool = False
 
     def __post_init__(self) -> None:
         count("--max-new-tokens", self.max_new_tokens)
@@ -69,12 +74,21 @@ class Request:
         """Drafts a step of each run."""
         return TABLE_DRAFTS if self.num_drafts is None else (self.num_drafts,)
 
-    def all_levers(self) -> list[ModelLevers]:
-        """The draft head's switches, for each head that is asked for. One sequence drafts at a time."""
-        pairs = POLICIES if self.row_policy == _ALL else ((RowPolicy(self.row_policy), self.refeed),)
+    def plan(self) -> list[tuple[ModelLevers, tuple[int, ...]]]:
+        """The draft heads' switches, and the runs' drafts with each of them. One sequence drafts at a time."""
+        first, *others = POLICIES
+        if self.row_policy == _ALL:
+            # Without drafts there are no rows that could differ.
+            drafts = tuple(n for n in self.wanted if n)
+            pairs = [(first, self.wanted), *((policy, drafts) for policy in others if drafts)]
+        elif self.every_policy and self.row_policy is None and self.num_drafts is None and not self.refeed:
+            pairs = [(first, self.wanted), *((policy, self.wanted[-1:]) for policy in others)]
+        else:
+            chosen = first[0] if self.row_policy is None else RowPolicy(self.row_policy)
+            pairs = [((chosen, self.refeed), self.wanted)]
         return [
-            ModelLevers(drafter_prefill=self.drafter_prefill, row_policy=policy, refeed=refeed, mtp_max_seqs=1)
-            for policy, refeed in pairs
+            (ModelLevers(self.drafter_prefill, row_policy=policy, refeed=refeed, mtp_max_seqs=1), drafts)
+            for (policy, refeed), drafts in pairs
         ]
 
 
@@ -113,8 +127,8 @@ class Run:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def decoding_options(command: Command) -> Command:
-    """The options of both commands; they arrive as one Request in `request`."""
+def decoding_options(command: Command, every_policy: bool = False) -> Command:
+    """The options of both commands; they arrive as one Request in `request`. `every_policy` as there."""
 
     @functools.wraps(command)
     def with_request(
@@ -124,14 +138,15 @@ def decoding_options(command: Command) -> Command:
         prompt: str | None,
         max_new_tokens: int,
         num_drafts: int | None,
-        row_policy: str,
+        row_policy: str | None,
         refeed: bool,
         no_drafter_prefill: bool,
         **kwargs: Any,
     ) -> Any:
         request = Request(
-            family, backend, prompt, max_new_tokens, num_drafts, row_policy, refeed, not no_drafter_prefill
-        )
+            family, backend, prompt, max_new_tokens, num_drafts, row_policy, refeed, not no_drafter_prefill,
+            every_policy,
+        )  # fmt: skip
         return command(*args, request=request, **kwargs)
 
     options = (
@@ -149,9 +164,8 @@ def decoding_options(command: Command) -> Command:
         click.option(
             "--row-policy",
             type=click.Choice([*(policy.value for policy in RowPolicy), _ALL]),
-            default=RowPolicy.SEED.value,
-            show_default=True,
-            help="Which of its rows the drafter keeps after a verify; all: one run each, and one with --refeed.",
+            help="Which of its rows the drafter keeps after a verify; all: each, and verified with --refeed. "
+            f"By default seed{', and the others with 3 drafts' if every_policy else ''}.",
         ),
         click.option("--refeed", is_flag=True, help="Give the drafter's rows the target's hidden once it is known."),
         click.option("--no-drafter-prefill", is_flag=True, help="The drafter does not see the prompt."),
@@ -195,18 +209,17 @@ def decode(folder: Path, request: Request) -> list[Run]:
     max_seq_len = length + max(request.wanted)
     max_seq_len = min(max_seq_len, limit) if limit else max_seq_len
 
-    all_levers = request.all_levers()
     with (
         open_backend(request.backend) as gpu,
         open_checkpoint(folder, gpu, max_seq_len, request.family) as checkpoint,
     ):
-        heads = [(levers, checkpoint.proposer(levers) if max(request.wanted) else None) for levers in all_levers]
-        plain = _generate(checkpoint, None, 0, all_levers[0], ids, request)
+        heads = [
+            (levers, drafts, checkpoint.proposer(levers) if max(drafts) else None) for levers, drafts in request.plan()
+        ]
+        plain = _generate(checkpoint, None, 0, heads[0][0], ids, request)
         runs = []
-        for index, (levers, proposer) in enumerate(heads):
-            for num_drafts in request.wanted:
-                if num_drafts == 0 and index:
-                    continue  # it has no drafter whose rows could differ
+        for levers, drafts, proposer in heads:
+            for num_drafts in drafts:
                 result = _generate(checkpoint, proposer, num_drafts, levers, ids, request) if num_drafts else plain
                 runs.append(_run(request, checkpoint, levers, prompt, tokenizer, num_drafts, result, plain))
     return runs
@@ -221,9 +234,16 @@ def _generate(
     request: Request,
 ) -> Generation:
     gpu = checkpoint.target.gpu
-    click.echo(f"{num_drafts} drafts on {gpu.name} ({gpu.device_name()}) ...", err=True)
+    what = f"{num_drafts} draft{'' if num_drafts == 1 else 's'}"
+    if num_drafts:
+        what += f" ({_rows(levers.row_policy.value, levers.refeed)})"
+    click.echo(f"{what} on {gpu.name}, {gpu.device_name()} ...", err=True)
     decoder = SpeculativeDecoder(checkpoint.target, proposer, num_drafts, checkpoint.config.eos_token_ids, levers)
     return decoder.generate(ids, request.max_new_tokens)
+
+
+def _rows(row_policy: str, refeed: bool) -> str:
+    return row_policy + ("+refeed" if refeed else "")
 
 
 def _run(
@@ -265,8 +285,16 @@ def _run(
     )
 
 
-def show(runs: Sequence[Run], as_json: bool, single: bool) -> None:
-    """The runs on stdout: JSON, or the text and a table. `single`: one JSON object instead of {"runs": [...]}."""
+def report(runs: Sequence[Run], as_json: bool, single: bool) -> None:
+    """The runs on stdout: JSON, or the text and a table. `single`: one JSON object instead of {"runs": [...]}. Ends the
+    command with exit code 1 where drafts changed the tokens."""
+    _show(runs, as_json, single)
+    if not all(run.identical_to_greedy for run in runs):
+        click.echo("error: drafts changed the tokens", err=True)
+        click.get_current_context().exit(1)
+
+
+def _show(runs: Sequence[Run], as_json: bool, single: bool) -> None:
     if as_json:
         rows = [run.as_dict() for run in runs]
         click.echo(json.dumps(rows[0] if single else {"runs": rows}, indent=2, ensure_ascii=False))
@@ -277,36 +305,38 @@ def show(runs: Sequence[Run], as_json: bool, single: bool) -> None:
     console.print(runs[0].prompt, style="dim", markup=False, highlight=False, end="")
     console.print(runs[0].text, markup=False, highlight=False)
     console.print()
-    console.print(_table(runs))
+    console.print(_table(runs, console.width))
 
 
-def _table(runs: Sequence[Run]) -> Table:
+def _table(runs: Sequence[Run], width: int) -> Table:
+    """A row a run. Fits a terminal of 80 columns with up to 3 drafts; the shares of more of them wrap."""
     first = runs[0]
+    title = f"{first.family} in {first.quantization} on {first.backend}, {first.device}, {first.new_tokens} new tokens"
     table = Table(
-        title=f"{first.family} in {first.quantization} on {first.backend}, {first.device}"
-        + ("" if first.drafter_prefill else "; the drafter does not see the prompt"),
+        title=title + ("" if first.drafter_prefill else "; the drafter does not see the prompt"),
         title_justify="left",
         box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1) if width >= _ROOMY else 0,
     )
     headers = (
-        "drafts", "drafter rows", "accepted", "per position", "mean accepted\nlength", "verify\nsteps", "new\ntokens",
-        "tokens\nper second", "identical",
+        "drafts", "drafter rows", "accepted", "per position", "mean\naccepted\nlength", "verify\nsteps",
+        "tokens\nper\nsecond", "identical",
     )  # fmt: skip
     for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
+        table.add_column(header, justify="right", vertical="bottom", no_wrap=header != "per position")
     for run in runs:
         shares = [
-            f"{accepted / drafted:.2f}" if drafted else "-"
+            f"{accepted / drafted:.0%}" if drafted else "-"
             for accepted, drafted in zip(run.per_position, run.drafted_per_position, strict=True)
         ]
         table.add_row(
             str(run.num_drafts),
-            run.row_policy + (" + refeed" if run.refeed else "") if run.num_drafts else "-",
-            "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.2f}",
+            _rows(run.row_policy, run.refeed) if run.num_drafts else "-",
+            "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.0%}",
             " ".join(shares) or "-",
             "-" if run.mean_accepted_length is None else f"{run.mean_accepted_length:.2f}",
             str(run.verify_steps),
-            str(run.new_tokens),
             f"{run.tokens_per_second:.1f}",
             "yes" if run.identical_to_greedy else "NO",
         )

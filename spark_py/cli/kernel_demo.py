@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any, Literal
 
@@ -70,30 +71,40 @@ def run_kernel(
             gpu.free(ptr)
 
 
-def demo_kernels(backend: Literal["auto", "cuda", "emulated", "host"], seed: int) -> None:
+def demo_kernels(backend: Literal["auto", "cuda", "emulated", "host"], seed: int, as_json: bool) -> None:
     """List the kernels, run residual_add_rms_norm on random data, and compare it with its formula in FP64."""
     modules: dict[str, list[str]] = {}
     for spec in all_kernels():
         modules.setdefault(spec.module, []).append(spec.function)
-    click.echo(f"{sum(map(len, modules.values()))} kernels in {len(modules)} modules")
-    for module, functions in modules.items():
-        click.echo(f"  {module}: {', '.join(functions)}")
-
     rng = np.random.default_rng(seed)
     hidden, src = (rng.standard_normal((ROWS, HIDDEN)).astype(BF16) for _ in range(2))
     weight = (0.1 * rng.standard_normal(HIDDEN)).astype(BF16)
     wanted = formula(hidden, src, weight)
     with open_backend(backend) as gpu:
         got = run_kernel(gpu, hidden, src, weight)
+        name, device = gpu.name, gpu.device_name()
+    distances = {
+        output: ulp_distance(mine, exact) for output, mine, exact in zip(("sum", "norm"), got, wanted, strict=True)
+    }
+    worst = max(int(distance.max()) for distance in distances.values())
+    if as_json:
+        outputs = {
+            output: {"elements": d.size, "differing": int(np.count_nonzero(d)), "max_ulp": int(d.max())}
+            for output, d in distances.items()
+        }
+        result = {
+            "kernel": "norm::residual_add_rms_norm", "backend": name, "device": device, "rows": ROWS, "hidden": HIDDEN,
+            "seed": seed, "outputs": outputs, "limit_ulp": LIMIT, "kernels": modules,
+        }  # fmt: skip
+        click.echo(json.dumps(result, indent=2))
+    else:
+        click.echo(f"{sum(map(len, modules.values()))} kernels in {len(modules)} modules")
+        for module, functions in modules.items():
+            click.echo(f"  {module}: {', '.join(functions)}")
         click.echo(f"norm::residual_add_rms_norm on {ROWS} x {HIDDEN} BF16, seed {seed}")
-        click.echo(f"  backend {gpu.name}, device {gpu.device_name()}")
-    worst = 0
-    for name, mine, exact in zip(("sum", "norm"), got, wanted, strict=True):
-        distance = ulp_distance(mine, exact)
-        worst = max(worst, int(distance.max()))
-        click.echo(
-            f"  {name}: {np.count_nonzero(distance)} of {distance.size} differ from FP64, max {distance.max()} ulp"
-        )
+        click.echo(f"  backend {name}, device {device}")
+        for output, d in distances.items():
+            click.echo(f"  {output}: {np.count_nonzero(d)} of {d.size} differ from FP64, max {d.max()} ulp")
     if worst > LIMIT:
         click.echo(f"error: the kernel is wrong: more than {LIMIT} ulp from its formula", err=True)
         sys.exit(1)

@@ -133,6 +133,9 @@ def test_demo_reports_what_it_ran() -> None:
     assert f"{len(list(all_kernels()))} kernels" in result.stdout
     assert "backend host" in result.stdout
     assert "seed 3" in result.stdout
+    found = json.loads(call("demo", "--kernels", "--backend", "host", "--seed", "3", "--json").stdout)
+    assert (found["backend"], found["seed"], set(found["outputs"])) == ("host", 3, {"sum", "norm"})
+    assert sum(map(len, found["kernels"].values())) == len(list(all_kernels()))
 
 
 def test_demo_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_the_table_has_a_row_for_0_to_3_drafts(generate: Callable[..., Any]) -> 
     assert [row[-1] for row in rows] == ["yes"] * 4
     assert result.stdout.startswith("def f(")
     assert "seed" in result.stdout
-    for header in ("accepted", "per position", "length", "verify", "per second", "identical"):
+    for header in ("accepted", "per position", "length", "verify", "second", "identical"):
         assert header in result.stdout
     assert [line.split()[0] for line in result.stderr.splitlines()] == ["0", "1", "2", "3"], "progress"
 
@@ -110,7 +110,7 @@ def test_every_row_policy(generate: Callable[..., Any]) -> None:
     assert all(run["identical_to_greedy"] for run in runs)
     runs = json.loads(generate("--prompt", "x", "--json", "--row-policy", "all", "--num-drafts", 2).stdout)["runs"]
     assert [(run["row_policy"], run["refeed"]) for run in runs] == policies
-    assert "verified + refeed" in generate("--prompt", "x", "--row-policy", "all").stdout
+    assert "verified+refeed" in generate("--prompt", "x", "--row-policy", "all").stdout
     one_line(generate("--prompt", "x", "--row-policy", "all", "--refeed"), "--refeed")
 
 
@@ -158,6 +158,35 @@ def test_the_demo_takes_the_packages_checkpoint(
     assert json.loads(result.stdout)["prompt"] == "import"
     kernel = call("demo", "--backend", backend, "--kernels")
     assert "residual_add_rms_norm" in kernel.stdout
+
+
+def test_the_demo_compares_what_the_drafter_keeps(
+    tiny: Tiny, backend_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny.folder.rename(tmp_path / "qwen3_next")
+    monkeypatch.setattr(demo, "DEMO_MODELS", tmp_path)
+    options = ("demo", "--backend", backend_name.removesuffix("-checked"), "--prompt", "x", "--max-new-tokens", 3)
+
+    def runs(*more: object) -> list[tuple[int, str, bool]]:
+        found = json.loads(call(*options, "--json", *more).stdout)["runs"]
+        return [(run["num_drafts"], run["row_policy"], run["refeed"]) for run in found]
+
+    seed = [(drafts, "seed", False) for drafts in range(4)]
+    assert runs() == [*seed, (3, "verified", False), (3, "verified", True)]
+    assert runs("--row-policy", "seed") == seed
+    assert runs("--refeed") == [(drafts, "seed", True) for drafts in range(4)]
+    lines = call(*options).stdout.splitlines()
+    assert [line.split()[:2] for line in lines[-2:]] == [["3", "verified"], ["3", "verified+refeed"]]
+
+
+def test_the_table_fits_a_terminal(generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_MIN_WIDTH", 80)
+    monkeypatch.setenv("COLUMNS", "80")
+    table = generate("--prompt", "x", "--row-policy", "all").stdout[-1300:]
+    assert "\u2026" not in table, "cut"
+    for word in ("verified+refeed", "per position", "identical"):
+        assert word in table
+    assert "9 " in generate("--prompt", "x", "--num-drafts", 9).stdout
 
 
 # ---------------------------------------------------------------- what is wrong with the request
