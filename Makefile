@@ -26,7 +26,8 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-	@if $(HAS_COMPILER); then $(MAKE) --no-print-directory emulated; else echo 'the .cu files were not run on the CPU'; fi
+	@if $(HAS_COMPILER); then $(MAKE) --no-print-directory emulated; \
+	  else echo 'no C++ compiler: the .cu files were not run on the CPU; spark-py doctor has the cure'; fi
 
 emulated: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated tests/kernels
