@@ -45,6 +45,7 @@ CPU_ROOMS = ("--ignore=tests/emulator", "--ignore=tests/tools")
 _DEMO_COLUMNS = (
     "num_drafts",
     "row_policy",
+    "refeed",
     "acceptance_rate",
     "per_position",
     "mean_accepted_length",
