@@ -14,8 +14,9 @@ from spark_py.ops import argmax as ops
 from spark_py.runtime import open_backend
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
+from spark_py.testing import BF16, F32, U32, Array, Output, alloc_or_skip, any_bits, assert_same_bits, normal, upload
 
-from .support import BF16, F32, U32, Array, Output, alloc_or_skip, any_bits, assert_same_bits, checks, normal, upload
+from .support import checks
 
 VOCABULARIES = [1, 2, 31, 33, 1024, 1027, 8193, 151669, 248319]
 TIES = [(0, 5), (31, 32), (1, 2), (5, 1027), (1023, 1024), (7, 8), (4095, 32768), (1031, 2047)]

@@ -13,8 +13,9 @@ from spark_py.ops import embed_from_argmax as ops
 from spark_py.runtime import open_backend
 from spark_py.runtime.errors import ArgumentPointerError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
+from spark_py.testing import BF16, U32, Array, Output, alloc_or_skip, any_bits, assert_same_bits, upload
 
-from .support import BF16, U32, Array, Output, alloc_or_skip, any_bits, assert_same_bits, checks, upload
+from .support import checks
 
 SIZES = [1, 2, 7, 8, 31, 255, 256, 257, 2056, 5120]
 VOCABULARY = 50

@@ -13,19 +13,9 @@ from spark_py import catalog
 from spark_py.ops import gemm as ops
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
+from spark_py.testing import BF16, Array, Output, alloc_or_skip, assert_rounds, assert_same_bits, f64, normal, upload
 
-from .support import (
-    BF16,
-    Array,
-    Output,
-    alloc_or_skip,
-    assert_rounds,
-    assert_same_bits,
-    checks,
-    f64,
-    normal,
-    upload,
-)
+from .support import checks
 
 Launcher = Callable[..., None]
 SCALAR: tuple[str, Launcher] = ("dense_gemm_bf16", ops.dense_gemm)

@@ -11,8 +11,9 @@ from spark_py.ops import gemv as ops
 from spark_py.runtime.errors import ArgumentPointerError, ArgumentRangeError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.launch import KernelLaunch
+from spark_py.testing import BF16, Array, Output, alloc_or_skip, assert_same_bits, f64, normal, upload
 
-from .support import BF16, Array, Output, alloc_or_skip, assert_same_bits, checks, f64, normal, upload
+from .support import checks
 
 SHAPES = [(n, 520) for n in range(1, 10)]
 SHAPES += [(5, 8), (3, 16), (4, 504), (6, 512), (7, 1032), (2, 2048), (5, 2056), (9, 4616), (67, 5120)]

@@ -10,8 +10,9 @@ from spark_py import catalog
 from spark_py.ops import moe_silu_mul as ops
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
+from spark_py.testing import BF16, Array, Output, assert_rounds, assert_ulps, f64, normal, upload
 
-from .support import BF16, Array, Output, assert_rounds, assert_ulps, checks, f64, normal, upload
+from .support import checks
 
 SIZES = [1, 2, 31, 33, 255, 256, 257, 5120, 70001]
 

@@ -12,8 +12,7 @@ from spark_py import catalog
 from spark_py.ops import norm as ops
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
-
-from .support import (
+from spark_py.testing import (
     BF16,
     Array,
     Output,
@@ -22,12 +21,13 @@ from .support import (
     assert_rounds,
     assert_same_bits,
     assert_ulps,
-    checks,
     download,
     f64,
     normal,
     upload,
 )
+
+from .support import checks
 
 EPS = 1e-6
 

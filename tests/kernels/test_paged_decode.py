@@ -13,8 +13,7 @@ import pytest
 from spark_py.ops import paged_decode as ops
 from spark_py.runtime.errors import ArgumentPointerError, ArgumentRangeError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
-
-from .support import (
+from spark_py.testing import (
     BF16,
     POISON,
     Array,
@@ -22,11 +21,12 @@ from .support import (
     alloc_or_skip,
     assert_rounds,
     assert_same_bits,
-    checks,
     f64,
     normal,
     upload,
 )
+
+from .support import checks
 
 LENGTHS = [1, 0, 15, 16, 17, 127, 128, 129]
 # (nq, nkv, head_dim, block_size, window): head sizes of every vector width, groups of 1, 4 and 8.

@@ -12,8 +12,9 @@ from spark_py import catalog
 from spark_py.ops import reshape_and_cache as ops
 from spark_py.runtime.errors import ArgumentPointerError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
+from spark_py.testing import BF16, Array, Output, alloc_or_skip, any_bits, assert_same_bits, download, normal, upload
 
-from .support import BF16, Array, Output, alloc_or_skip, any_bits, assert_same_bits, checks, download, normal, upload
+from .support import checks
 
 # (rows, nkv, head_dim, block_size, blocks)
 SHAPES = [

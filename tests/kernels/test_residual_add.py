@@ -13,8 +13,9 @@ from spark_py import catalog
 from spark_py.ops import residual_add as ops
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
+from spark_py.testing import BF16, Output, any_bits, assert_rounds, assert_same_bits, assert_ulps, f64, normal, upload
 
-from .support import BF16, Output, any_bits, assert_rounds, assert_same_bits, assert_ulps, checks, f64, normal, upload
+from .support import checks
 
 SIZES = [1, 2, 31, 33, 255, 256, 257, 5120, 70001]
 

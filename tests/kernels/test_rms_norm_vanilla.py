@@ -8,8 +8,9 @@ import numpy as np
 from spark_py import catalog
 from spark_py.ops import rms_norm_vanilla as ops
 from spark_py.runtime.gpu import GpuBackend
+from spark_py.testing import Output, assert_rounds, assert_ulps, normal, upload
 
-from .support import Output, assert_rounds, assert_ulps, checks, normal, upload
+from .support import checks
 from .test_norm import EPS, FP32_BOUND, REFERENCE_L2, REFERENCE_ULPS, SHAPES, inputs, oracle
 
 

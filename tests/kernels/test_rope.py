@@ -13,8 +13,9 @@ from spark_py.ops import rope as ops
 from spark_py.runtime.errors import ArgumentRangeError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.launch import KernelLaunch
+from spark_py.testing import Array, Output, any_bits, assert_rounds, assert_same_bits, f64, normal, upload
 
-from .support import Array, Output, any_bits, assert_rounds, assert_same_bits, checks, f64, normal, upload
+from .support import checks
 
 # (batch, s, nq, nkv, head_dim, rotary_dim). half = rotary_dim / 2 below, equal to and above the 128 threads of a block,
 # dividing 128 and not.

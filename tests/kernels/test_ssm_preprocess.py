@@ -13,8 +13,9 @@ from spark_py.ops import ssm_preprocess as ops
 from spark_py.runtime.errors import GeometryError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.launch import KernelLaunch
+from spark_py.testing import POISON, Array, Output, any_bits, assert_same_bits, normal, upload
 
-from .support import POISON, Array, Output, any_bits, assert_same_bits, checks, normal, upload
+from .support import checks
 
 # (rows, heads, head_dim, elements between rows, bytes past a 256-byte boundary). 64 x 256 takes 64 KiB of shared.
 SHAPES = [
