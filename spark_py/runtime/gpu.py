@@ -220,6 +220,9 @@ class GpuBackend(ABC):
 
     Use as a context manager; leaving it frees everything and reports what was left. All methods may be called from
     any thread. Illegal use raises a typed error from `spark_py.runtime.errors` before the device sees it.
+
+    The trait's `launch`, which takes raw argument words, has no twin: such words cannot be held against the kernel's
+    parameters.
     """
 
     # ------------------------------------------------------------ identity
@@ -239,7 +242,7 @@ class GpuBackend(ABC):
     def limits(self) -> DeviceLimits:
         """What a launch may ask for."""
 
-    # ------------------------------------------------------------ memory (spec 1.1)
+    # ------------------------------------------------------------ memory
 
     @abstractmethod
     def alloc(self, nbytes: int, label: str = "") -> DevicePtr:
@@ -283,7 +286,7 @@ class GpuBackend(ABC):
     def pinned_view(self, ptr: HostPtr, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A uint8 array over pinned memory; `ptr` may lie inside an allocation."""
 
-    # ------------------------------------------------------------ copies and fills (spec 1.2)
+    # ------------------------------------------------------------ copies and fills
 
     @abstractmethod
     def copy_h2d(self, src: Buffer, dst: DevicePtr) -> None:
@@ -343,7 +346,7 @@ class GpuBackend(ABC):
     def memset_async(self, ptr: DevicePtr, value: int, nbytes: int, stream: StreamLike) -> None:
         """Queue a fill."""
 
-    # ------------------------------------------------------------ streams and events (spec 1.3)
+    # ------------------------------------------------------------ streams and events
 
     @abstractmethod
     def default_stream(self) -> int:
@@ -393,7 +396,7 @@ class GpuBackend(ABC):
     def bind_to_thread(self) -> None:
         """Make the device current on the calling thread (every method does it by itself; kept for the port)."""
 
-    # ------------------------------------------------------------ kernels (spec 1.4)
+    # ------------------------------------------------------------ kernels
 
     @abstractmethod
     def kernel(self, module: str, func_name: str) -> KernelHandle:
@@ -438,6 +441,18 @@ class GpuBackend(ABC):
     ) -> None:
         """As `launch_typed`, with all blocks resident together; a grid larger than fits raises GeometryError."""
 
+    def launch_cooperative_typed(
+        self,
+        func: KernelHandle,
+        grid: Sequence[int],
+        block: Sequence[int],
+        shared_mem: int,
+        stream: StreamLike,
+        args: Sequence[KernelArg | DevicePtr | int | float | bytes],
+    ) -> None:
+        """`launch_cooperative` by the name that Rust gives to its typed form."""
+        self.launch_cooperative(func, grid, block, shared_mem, stream, args)
+
     @abstractmethod
     def set_kernel_max_dynamic_smem(self, kernel: KernelHandle, nbytes: int) -> None:
         """Raise the kernel's limit of dynamic shared memory (bytes), up to the device's opt-in limit."""
@@ -450,7 +465,7 @@ class GpuBackend(ABC):
     def kernel_audit(self) -> list[KernelAuditRow]:
         """Which kernels were looked up, which lookups failed, which of the set were never asked for."""
 
-    # ------------------------------------------------------------ graphs (spec 1.5)
+    # ------------------------------------------------------------ graphs
 
     @abstractmethod
     def begin_capture(self, stream: int) -> None:
@@ -477,7 +492,7 @@ class GpuBackend(ABC):
     def destroy_graph(self, graph: GraphHandle) -> None:
         """Destroy a graph; handle 0 does nothing, a second time raises ReleasedHandleError."""
 
-    # ------------------------------------------------------------ information (spec 1.6)
+    # ------------------------------------------------------------ information
 
     @abstractmethod
     def total_memory(self) -> int:
@@ -516,7 +531,7 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def trace(self) -> LaunchTrace:
-        """A recorder of launches, copies and fills of this backend (spec 6.8): steps, diff, replay."""
+        """A recorder of launches, copies and fills of this backend: steps, diff, replay."""
 
     @abstractmethod
     def close(self) -> None:
@@ -536,7 +551,7 @@ class GpuBackend(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KernelAuditRow:
-    """One (module, function) of the audit (spec 6.6). `status` is "used", "missing" or "unused"; `sites` are
+    """One (module, function) of the audit. `status` is "used", "missing" or "unused"; `sites` are
     "file:line" of lookups."""
 
     module: str

@@ -100,6 +100,8 @@ def test_cooperative(gpu: GpuBackend, work: Concat) -> None:
     with refused(GeometryError, CONCAT, "cooperative", "1000000 blocks", "fit"):
         gpu.launch_cooperative(work.kernel, (1_000_000, 1, 1), work.BLOCK, 0, gpu.default_stream(), work.args)
     assert work.untouched
+    gpu.launch_cooperative_typed(work.kernel, work.grid, work.BLOCK, 0, gpu.default_stream(), work.args)
+    assert work.result == work.expected
 
 
 # ---------------------------------------------------------------- packing
