@@ -71,8 +71,8 @@ struct Checker {
     std::vector<unsigned char> written;  // one flag a byte of shared memory
     std::vector<unsigned char> known;    // blocks whose work this one is behind
     bool fenced = false, joined = false;
-    // The block's first read of shared memory that nobody had written. It waits for the block's end: a thread that writes
-    // there later makes it a race, which says more.
+    // The block's first read of shared memory that nobody had written. It waits for the block's end: a thread that
+    // writes there later makes it a race, which says more.
     bool read_early = false;
     unsigned early_lane, early_size;
     uint64_t early_address;

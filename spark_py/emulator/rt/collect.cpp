@@ -156,8 +156,8 @@ void recheck_collectives(Worker* worker, unsigned w) {
         left &= ~mask;
         if (worker->checker != nullptr && (mask & born & ~warp.live) != 0u) {
             fail(worker, EMU_MASK, worker->lanes[w * WARP + lane].site,
-                 "%s of lane %u, warp %u: mask %#x names lane %d, which has left the kernel", NAMES[warp.op[lane]], lane,
-                 w, mask, __builtin_ctz(mask & born & ~warp.live));
+                 "%s of lane %u, warp %u: mask %#x names lane %d, which has left the kernel", NAMES[warp.op[lane]],
+                 lane, w, mask, __builtin_ctz(mask & born & ~warp.live));
         }
         if (complete(worker, w, mask)) {
             make_ready(worker, w, mask & warp.live);
@@ -176,7 +176,8 @@ extern "C" void spark_emu_collect(uint32_t op, uint32_t mask, int arg, int width
     const unsigned w = lane->linear / WARP, me = lane->linear % WARP;
     Warp& warp = worker->warps[w];
     if ((mask >> me & 1u) == 0u) {
-        fail(worker, EMU_MASK, site, "%s: lane %u of warp %u calls it and is not in its mask %#x", NAMES[op], me, w, mask);
+        fail(worker, EMU_MASK, site, "%s: lane %u of warp %u calls it and is not in its mask %#x", NAMES[op], me, w,
+             mask);
     }
     if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
         fail(worker, EMU_MASK, site, "%s: width is %d, a power of two up to 32 is needed", NAMES[op], width);
@@ -194,8 +195,8 @@ extern "C" void spark_emu_collect(uint32_t op, uint32_t mask, int arg, int width
         const bool concerned = (mask >> other & 1u) != 0u || (warp.mask[other] >> me & 1u) != 0u;
         if (concerned && (warp.mask[other] != mask || warp.op[other] != op || warp.width[other] != width)) {
             fail(worker, EMU_MASK, site,
-                 "lanes of warp %u meet at different collectives: lane %u at %s, mask %#x, width %d, and lane %u at %s, "
-                 "mask %#x, width %d, line %d",
+                 "lanes of warp %u meet at different collectives: lane %u at %s, mask %#x, width %d, and lane %u at "
+                 "%s, mask %#x, width %d, line %d",
                  w, me, NAMES[op], mask, width, other, NAMES[warp.op[other]], warp.mask[other], warp.width[other],
                  worker->lanes[w * WARP + other].site.line);
         }

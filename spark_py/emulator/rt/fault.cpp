@@ -98,8 +98,9 @@ void on_timeout(int, siginfo_t*, void* context) {
     EmuFault* fault = claim_fault(worker, EMU_TIMEOUT);
     if (fault != nullptr) {
         name_here(fault, worker, EMU_NO_ACCESS, pc_of(context));
-        say(fault, "the launch still runs after %g s of CPU time: a loop without end, or a wait for what no other thread "
-                   "does", worker->grid->launch->timeout);
+        say(fault,
+            "the launch still runs after %g s of CPU time: a loop without end, or a wait for what no other thread does",
+            worker->grid->launch->timeout);
     }
     leave(worker);
 }

@@ -44,7 +44,8 @@ Worker* take_worker() {
     if (worker != nullptr) {
         return worker;
     }
-    void* memory = mmap(nullptr, sizeof(Worker) + SIGNAL_STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory =
+        mmap(nullptr, sizeof(Worker) + SIGNAL_STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         return nullptr;
     }
@@ -306,8 +307,8 @@ void spark_emu_fence() {
 void spark_emu_atomic(const volatile void* address, unsigned size) {
     Lane* lane = static_cast<Lane*>(spark_emu_lane);
     Worker* worker = lane->worker;
-    // A thread that comes back again and again may be waiting for another. Its turn ends before the check, so that check
-    // and operation are one step where checked blocks are resident together.
+    // A thread that comes back again and again may be waiting for another. Its turn ends before the check, so that
+    // check and operation are one step where checked blocks are resident together.
     if (++worker->atomics_in_turn >= 32u) {
         yield(worker, lane);
     }
@@ -335,7 +336,8 @@ int spark_emu_printf(const char* format, ...) {
     va_start(values, format);
     const int size = vsnprintf(line, sizeof line, format, values);
     va_end(values);
-    const size_t kept = size < 0 ? 0 : static_cast<size_t>(size) < sizeof line ? static_cast<size_t>(size) : sizeof line - 1;
+    const size_t wanted = size < 0 ? 0 : static_cast<size_t>(size);
+    const size_t kept = wanted < sizeof line ? wanted : sizeof line - 1;
     for (size_t at = 0; at < kept;) {
         const ssize_t written = write(STDOUT_FILENO, line + at, kept - at);
         if (written <= 0) {

@@ -329,8 +329,8 @@ extern "C" int spark_emu_barrier(uint32_t kind, int predicate, EmuSite site) {
         }
     }
     if (worker->arrived > 0u && worker->barrier_kind != kind) {
-        fail(worker, EMU_DIVERGENCE, site, "threads of a block meet at barriers of different kinds, the other at line %d",
-             worker->barrier_site.line);
+        fail(worker, EMU_DIVERGENCE, site,
+             "threads of a block meet at barriers of different kinds, the other at line %d", worker->barrier_site.line);
     }
     worker->barrier_site = site;
     worker->barrier_kind = kind;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// CUDA C++ for a host compiler: read before a kernel file, it makes the file's text mean on a CPU what it means on a GPU.
-// Each part of the language has its header under spark_emu/.
+// CUDA C++ for a host compiler: read before a kernel file, it makes the file's text mean on a CPU what it means on a
+// GPU. Each part of the language has its header under spark_emu/.
 #pragma once
 
 #include <cfloat>

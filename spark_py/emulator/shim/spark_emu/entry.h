@@ -41,7 +41,7 @@ static unsigned char* anchor() { return &anchor_byte; }
 
 }  // namespace spark_emu
 
-// The dynamic part of shared memory: every `extern __shared__` name of a file is a label of the same bytes, as on a GPU.
+// The dynamic part of shared memory: every `extern __shared__` name of a file is a label of the same bytes.
 #define SPARK_EMU_LABEL(name) ".hidden " #name "\n.globl " #name "\n.type " #name ", %tls_object\n" #name ":\n"
 #define SPARK_EMU_DYNAMIC(labels)                                                                      \
     asm(".pushsection .tbss.spark_emu_dynamic, \"awT\", %nobits\n.p2align 7\n" labels                   \

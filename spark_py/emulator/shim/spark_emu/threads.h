@@ -8,8 +8,8 @@
 #define gridDim (*reinterpret_cast<const dim3*>(&spark_emu_lane->block->grid))
 #define warpSize 32
 
-// Last parameters of a function: where its call stands in the source, which is what messages name. Two plain parameters,
-// since GCC folds a structure of them where it is declared.
+// Last parameters of a function: where its call stands in the source, which is what messages name. Two plain ones, since
+// GCC folds a structure of them where it is declared.
 #define SPARK_EMU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define SPARK_EMU_HERE (EmuSite{file, line})
 
@@ -36,6 +36,7 @@ static inline unsigned long long __globaltimer() { return static_cast<unsigned l
 
 static inline void __trap(SPARK_EMU_SITE) { spark_emu_trap("__trap()", SPARK_EMU_HERE); }
 #undef assert
-#define assert(condition) ((condition) ? (void)0 : spark_emu_trap("assert(" #condition ")", EmuSite{__FILE__, __LINE__}))
+#define assert(condition) \
+    ((condition) ? (void)0 : spark_emu_trap("assert(" #condition ")", EmuSite{__FILE__, __LINE__}))
 #define printf spark_emu_printf
 #define __builtin_assume(condition) ((void)0)
