@@ -35,7 +35,8 @@ class ModelLevers:
         off, the engine's own way, a GEMM, whose sums have another order.
     row_policy, refeed: what stays after a verify; see RowPolicy.
     mtp_max_seqs: sequences that draft at the same time; sizes the drafter's KV pool.
-    draft_conf_tau: above 0, each propose measures the probability of its drafts (`last_confidence`); 0 to 0.99.
+    draft_conf_tau: above 0, each propose measures the probability of its drafts (`last_confidence`), and the decoding
+        loop verifies none where the smallest is below it; 0 to 0.99.
     """
 
     drafter_prefill: bool = True

@@ -247,7 +247,8 @@ class SpeculativeDecoder:
     # ------------------------------------------------------------ the drafter's part
 
     def _propose(self, token: int, state: DecodeState) -> list[int]:
-        """Drafts after `token`: fewer than `num_drafts`, or none, where the target has no room to verify them."""
+        """Drafts after `token`: fewer than `num_drafts`, or none, where the target has no room to verify them; none
+        where the proposer is less sure of one than `draft_conf_tau`."""
         seq = state.target
         wanted = min(self.num_drafts, self.target.room(seq) - 1)
         if self.proposer is None or state.draft is None or wanted < 1:
@@ -258,6 +259,10 @@ class SpeculativeDecoder:
         drafts = self.proposer.propose(token, hidden, seq.seq_len, wanted, state.draft, self._ctx, self.stream)
         if len(drafts) > wanted:
             raise InvalidArgumentError("drafts", len(drafts), f"at most the {wanted} that were asked for")
+        confidence = self.proposer.last_confidence() if drafts and self.levers.draft_conf_tau > 0.0 else None
+        if confidence is not None and confidence < self.levers.draft_conf_tau:
+            self.proposer.after_verify(0, state.draft, self.stream)
+            return []
         return [check_token(f"drafts[{j}]", draft, self.target.vocab_size) for j, draft in enumerate(drafts)]
 
     def _catch_up(self, state: DecodeState) -> None:

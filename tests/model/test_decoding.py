@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_the_tokens_are_those_of_the_plain_run(
             assert result.stats.accepted_at == sorted(result.stats.accepted_at, reverse=True)
             assert head.kv_cache.num_free_blocks() == head.kv_cache.num_blocks()
         assert accepted > 0, "the checkpoint shows nothing where no draft is accepted"
+
+
+@pytest.mark.parametrize(("policy", "refeed"), POLICIES)
+def test_an_unsure_drafter_is_not_followed(
+    gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, policy: RowPolicy, refeed: bool
+) -> None:
+    prompt = rng.integers(0, 300, 19).tolist()
+    with opened(gpu, tiny) as found:
+        plain = SpeculativeDecoder(found.target, None, 0).generate(prompt, 30)
+        drafted = []
+        for tau in (0.0, 0.99):
+            switches = replace(levers(policy, refeed), draft_conf_tau=tau)
+            result = SpeculativeDecoder(found.target, found.proposer(switches), 2, levers=switches).generate(prompt, 30)
+            assert result.tokens == plain.tokens
+            drafted.append(result.stats.drafted / result.stats.verify_steps)
+        assert drafted[0] == 2
+        assert drafted[1] < 2
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 5])

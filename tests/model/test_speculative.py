@@ -200,6 +200,20 @@ def test_the_proposer_gets_the_hidden_row_before_its_token(
     target.free_state(state)
 
 
+def test_unsure_drafts_are_not_verified(
+    target: Qwen3NextTarget, prompt: list[int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other propose is unsure; the threshold itself is sure enough."""
+    wanted = plain(target, prompt, 20)
+    proposer = right(prompt, wanted)
+    monkeypatch.setattr(proposer, "last_confidence", lambda: 0.5 if len(proposer.states[0].asked) % 2 else 0.25)
+    result = SpeculativeDecoder(target, proposer, 3, levers=ModelLevers(draft_conf_tau=0.5)).generate(prompt, 20)
+    assert result.tokens == wanted
+    assert result.stats.drafted_at == [4, 4, 4]
+    assert result.stats.verify_steps == 7
+    assert proposer.states[0].accepted == [3, 0, 3, 0, 3, 0, 3]
+
+
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**32 - 1, np.int32(-1), True, None])
 def test_drafts_out_of_the_vocabulary_are_refused(target: Qwen3NextTarget, prompt: list[int], bad: Any) -> None:
     proposer = Scripted(lambda position, count: [1, bad])
