@@ -192,6 +192,10 @@ def decode(folder: Path, request: Request) -> list[Run]:
 
     config = ModelConfig.from_file(folder)
     prompt = default_prompt(folder) if request.prompt is None else request.prompt
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgumentError("--prompt", prompt, "text in Unicode is needed, and these bytes are none") from None
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -199,6 +199,7 @@ def test_the_table_fits_a_terminal(generate: Callable[..., Any], monkeypatch: py
         (("--max-new-tokens", 0), ("--max-new-tokens", "0")),
         (("--max-new-tokens", -3), ("--max-new-tokens", "-3")),
         (("--prompt", ""), ("--prompt",)),
+        (("--prompt", "a\udcff"), ("--prompt", "Unicode")),
         (("--max-new-tokens", 10_000), ("10001", "256")),
         (("--prompt", "x" * 300), ("306", "256")),
     ],
