@@ -273,3 +273,8 @@ class Oracle:
 
 def relative_l2(found: Array, wanted: Array) -> float:
     return float(np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted))
+
+
+def a_hidden(rig: Rig, rng: np.random.Generator) -> Array:
+    """A random hidden row, BF16 [h]."""
+    return rng.standard_normal(rig.config.hidden_size).astype(BF16)
