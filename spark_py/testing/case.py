@@ -20,7 +20,7 @@ from .compare import Bound, bits
 from .inputs import BF16, Array, Distribution
 from .memory import POISON, Output
 
-__all__ = ["Alias", "Argument", "Case", "Difference", "KernelCase", "Poisoned", "Tag", "run_case"]
+__all__ = ["Alias", "Argument", "Case", "Difference", "Draw", "KernelCase", "Poisoned", "Tag", "run_case"]
 
 Tag = Literal["abi", "numeric", "decision"]
 
@@ -43,6 +43,9 @@ class Alias:
 Argument: TypeAlias = "int | float | Array | Poisoned | Alias | Distribution | None"
 """A scalar, NULL, the content of a buffer, or how to make it. A distribution is drawn in the catalogue's shape."""
 
+Draw: TypeAlias = "Callable[[np.random.Generator], Mapping[str, Argument]]"
+"""The arguments of a case, by parameter."""
+
 Reference: TypeAlias = "Callable[..., Any]"
 
 
@@ -57,7 +60,7 @@ class Case:
     """
 
     name: str
-    arguments: Callable[[np.random.Generator], Mapping[str, Argument]]
+    arguments: Draw
     bounds: Mapping[str, Bound] = field(default_factory=dict)
     grid: Dim3 = (1, 1, 1)
     tag: Tag = "numeric"
