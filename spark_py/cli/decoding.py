@@ -306,8 +306,9 @@ def _show(runs: Sequence[Run], as_json: bool, single: bool) -> None:
     console = Console()
     if console.width < _MIN_WIDTH and not console.is_terminal:
         console = Console(width=_MIN_WIDTH)
-    console.print(runs[0].prompt, style="dim", markup=False, highlight=False, end="")
-    console.print(runs[0].text, markup=False, highlight=False)
+    # soft_wrap: the terminal may break long lines, the text itself stays as it is.
+    console.print(runs[0].prompt, style="dim", markup=False, highlight=False, soft_wrap=True, end="")
+    console.print(runs[0].text, markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.print(_table(runs, console.width))
 

@@ -179,6 +179,11 @@ def test_the_demo_compares_what_the_drafter_keeps(
     assert [line.split()[:2] for line in lines[-2:]] == [["3", "verified"], ["3", "verified+refeed"]]
 
 
+def test_long_lines_are_not_broken(generate: Callable[..., Any]) -> None:
+    prompt = "a word [b]and[/b] more, " * 8
+    assert generate("--prompt", prompt, "--num-drafts", 0).stdout.startswith(prompt)
+
+
 def test_the_table_fits_a_terminal(generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_MIN_WIDTH", 80)
     monkeypatch.setenv("COLUMNS", "80")
