@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from spark_py.catalog import find
-from spark_py.runtime.arch import parse_arch, runs_on
+from spark_py.runtime.arch import ARCHS, parse_arch, runs_on
 from spark_py.runtime.errors import (
     ArchMismatchError,
     BackendUnavailableError,
@@ -32,9 +32,6 @@ from spark_py.runtime.modules import CompiledModule, compile_module, toolkit
 from spark_py.runtime.signature import Signature, compare, kernel_spec_signature
 
 __all__ = ["ARCHS", "CheckRow", "check", "check_command"]
-
-ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a", "sm_121a")
-"""Ampere, Hopper, Blackwell of the data centre, of the desktop, and GB10."""
 
 
 @dataclass(frozen=True, slots=True)

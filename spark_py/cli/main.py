@@ -21,6 +21,7 @@ _COMMANDS = {
     "generate": ("spark_py.cli.generate", "generate_command"),
     "check": ("spark_py.cli.check", "check_command"),
     "kernels": ("spark_py.cli.kernels", "kernels_command"),
+    "conform": ("spark_py.cli.conform", "conform_command"),
     "doctor": ("spark_py.cli.doctor", "doctor_command"),
 }
 """Name -> (module, attribute). A module is imported when its command is asked for."""

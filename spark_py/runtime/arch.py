@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from .errors import ArchMismatchError, InvalidArgumentError
 
-__all__ = ["Arch", "arch_of", "parse_arch", "preflight", "runs_on"]
+__all__ = ["ARCHS", "Arch", "arch_of", "parse_arch", "preflight", "runs_on"]
+
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a", "sm_121a")
+"""What kernels are compiled for: Ampere, Hopper, Blackwell of the data centre, of the desktop, and GB10."""
 
 _NAME = re.compile(r"(?:sm|compute)_(\d{2,3})([af]?)")
 
