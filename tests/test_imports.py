@@ -100,7 +100,7 @@ def test_importing_everything_touches_no_gpu() -> None:
     script = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
     script += "print(*sorted({'cupy', 'cupy_backends', 'torch'} & set(sys.modules)))\n"
     script += "print('libcuda' in open('/proc/self/maps').read())\n" if Path("/proc/self/maps").exists() else ""
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() in ([], ["False"])

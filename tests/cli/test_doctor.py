@@ -47,7 +47,11 @@ def run_doctor(
 ) -> subprocess.CompletedProcess[str]:
     """doctor in a process where exactly `installed` of CuPy's distributions are there; `more` runs before it."""
     script = _SCRIPT.format(installed=installed, arguments=arguments, more=more)
-    env = {**os.environ, "SPARK_PY_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "SPARK_PY_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
 
 

@@ -151,7 +151,10 @@ with emulate(Path(sys.argv[1]), Path(sys.argv[1], "kernels.cu").read_text()) as 
 def test_processes_that_start_together_share_a_cold_cache(tmp_path: Path) -> None:
     emulate(tmp_path / "set", SIMPLE.replace("VALUE", "9u")).close()
     root = Path(__file__).parents[2]
-    environment = os.environ | {"SPARK_PY_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(root)}
+    environment = os.environ | {
+        "SPARK_PY_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "set")]
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=root)
