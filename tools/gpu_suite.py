@@ -33,9 +33,13 @@ TREES = (
     "cuda_src",
     "spark_py/ops",
     "spark_py/model/layers",
+    "spark_py/runtime/checked",
     "spark_py/runtime/cuda.py",
+    "spark_py/runtime/cuda_images.py",
+    "spark_py/runtime/cuda_query.py",
     "spark_py/runtime/launch.py",
     "spark_py/runtime/modules.py",
+    "spark_py/runtime/plan.py",
     "spark_py/runtime/signature.py",
 )
 """What the numbers depend on; where a hash differs from HEAD's, the results are stale."""
