@@ -21,6 +21,11 @@ _BACKENDS = ("host", "emulated", "emulated-checked", "cuda")
 _SHOWN = 3
 
 
+def _name(report: KernelReport) -> str:
+    name = f"{report.module}::{report.function}" if report.function else f"{report.module} ({Path(report.file).name})"
+    return f"{name} in {report.set}" if report.set else name
+
+
 def _compiles(report: KernelReport) -> str:
     if not report.compiles:
         return "-"
@@ -48,9 +53,8 @@ def _print(reports: Sequence[KernelReport], strict: bool) -> None:
     listed = [report for report in reports if report.known]
     for report in listed:
         ran = report.passed + len({failure.case for failure in report.failures})
-        name = f"{report.module}::{report.function}" if report.function else report.file
         table.add_row(
-            Text(f"{name} ({report.set})" if report.set else name),
+            Text(_name(report)),
             _compiles(report),
             "-" if report.abi is None else "ok" if report.abi == "ok" else "differ",
             f"{report.passed}/{ran}" if ran else "-",
@@ -61,13 +65,13 @@ def _print(reports: Sequence[KernelReport], strict: bool) -> None:
         console.print(table)
     for report in listed:
         for line in _notes(report):
-            console.print(Text(f"{report.module}::{report.function or report.file}: {line}"), soft_wrap=True)
-    unknown = [f"{r.module}::{r.function}" if r.function else r.file for r in reports if not r.known]
+            console.print(Text(f"{_name(report)}: {line}"), soft_wrap=True)
+    unknown = list(dict.fromkeys(_name(report) for report in reports if not report.known))
     if unknown:
         console.print(Text(f"not in the catalogue: {', '.join(unknown)}"), soft_wrap=True)
     for report in reports:
         if not report.known and report.messages:
-            console.print(Text(f"{report.module}::{report.function}: {report.messages[-1]}"), soft_wrap=True)
+            console.print(Text(f"{_name(report)}: {report.messages[-1]}"), soft_wrap=True)
     bad = sum(report.fails(strict) for report in reports)
     console.print(f"{len(listed)} kernels, {bad} failed")
 

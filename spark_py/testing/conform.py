@@ -203,8 +203,7 @@ class _Set:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC works outside the interpreter's lock
             list(pool.map(self._examine, files))
         made = [(file, report) for file in files for report in self._reports_of(file)]
-        if self._backend != "host":
-            self._run(modules, [(file, report) for file, report in made if self._to_run(file, report)])
+        self._run(modules, [(file, report) for file, report in made if self._to_run(file, report)])
         return [report for _, report in made]
 
     # ------------------------------------------------------------ without running
@@ -288,6 +287,9 @@ class _Set:
         spec = find(report.module, report.function)
         if not report.known or spec is None or report.abi != "ok" or False in report.compiles.values():
             return False
+        if self._backend == "host":
+            report.skipped = "not run: the host has references and no kernels"
+            return False
         if self._backend != "cuda" and (file.cuda_only or file.source.gpu_only):
             report.skipped = f"cuda only: {file.cuda_only or 'marked gpu_only'}"
             return False
@@ -327,20 +329,22 @@ class _Set:
 
     def _run_cases(self, gpu: GpuBackend, spec: KernelSpec, report: KernelReport) -> bool:
         """Run every case of a kernel; False where the backend is of no use any more."""
-        faults: list[str] = []
+        faults: dict[tuple[object, ...], str] = {}  # the first of each kind at each line
         alive = True
         for number, case in enumerate(cases_of(spec)):
             try:
-                found = [str(each) for each in run_case(gpu, spec, case, np.random.default_rng([self._seed, number]))]
+                wrong = run_case(gpu, spec, case, np.random.default_rng([self._seed, number]))
+                found = [f"{each.parameter}: {each.text}" for each in wrong]
             except DeviceLostError as error:
-                faults.append(f"{case.name}: {error}")
+                faults[(type(error),)] = f"case '{case.name}': {error}"
                 alive = False
                 break
             except KernelFaultError as error:
                 if case.tag == "decision":  # say an address or a size that is more than the engine promises
                     found = [f"{type(error).__name__}: {error}"]
                 else:
-                    faults.append(f"{case.name}: {type(error).__name__}: {error}")
+                    at = (type(error), error.access.line if error.access else "")
+                    faults.setdefault(at, f"{type(error).__name__} in case '{case.name}': {error}")
                     if isinstance(error, _HOPELESS):
                         break
                     continue
@@ -349,7 +353,7 @@ class _Set:
             report.failures += [_failure(case, message) for message in found]
             report.passed += not found
         if faults or self._backend == "emulated-checked":
-            report.faults = faults
+            report.faults = list(faults.values())
         return alive
 
 

@@ -78,10 +78,9 @@ def _tree_sets(path: Path) -> list[ForeignSet]:
 
 def _hardware_sets(hardware: Path) -> list[ForeignSet]:
     sets = [_overlay(hardware, "", None)]
-    for model in _folders(hardware):
-        if model.name == _COMMON:
-            continue
-        source = _kernel_source(hardware, model)
+    models = [(folder, _kernel_source(hardware, folder)) for folder in _folders(hardware) if folder.name != _COMMON]
+    models.sort(key=lambda pair: pair[0] != pair[1])  # owners before those that borrow
+    for model, source in models:
         sets += [_overlay(hardware, model.name, quant) for quant in _folders(source) if _sources(quant)]
     return sets
 
