@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .launch import KernelArg
+    from .op_cache import OpCache
     from .signature import Kind, Signature
     from .trace import LaunchTrace
 
@@ -456,6 +457,14 @@ class GpuBackend(ABC):
     @abstractmethod
     def set_kernel_max_dynamic_smem(self, kernel: KernelHandle, nbytes: int) -> None:
         """Raise the kernel's limit of dynamic shared memory (bytes), up to the device's opt-in limit."""
+
+    @abstractmethod
+    def op_cache(self) -> OpCache:
+        """Handles, scratch memory and marks that launchers keep for as long as the backend lives."""
+
+    @abstractmethod
+    def debug_sync_kernels(self) -> bool:
+        """Whether every launch is waited for, so that a fault surfaces at the kernel that made it."""
 
     @abstractmethod
     def function_attributes(self, kernel: KernelHandle) -> FunctionAttributes:

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from ..errors import DeviceLostError, LeakError, SparkError
 from ..gpu import GpuBackend
+from ..op_cache import OpCache
 from ..trace import LaunchTrace
 from .core import guarded
 from .launches import LaunchOps
@@ -45,6 +46,14 @@ def _mem_available() -> int | None:
 
 class CheckedBackend(LaunchOps, GpuBackend):
     """The whole interface over a RawDevice."""
+
+    @guarded
+    def op_cache(self) -> OpCache:
+        return self._op_cache
+
+    @guarded
+    def debug_sync_kernels(self) -> bool:
+        return self._debug_sync
 
     @guarded
     def total_memory(self) -> int:
@@ -93,6 +102,7 @@ class CheckedBackend(LaunchOps, GpuBackend):
         for origin in {c.origin for c in self._captures.values()}:
             attempt(self.abort_capture_if_active, origin)
         attempt(self._drain)
+        attempt(self._op_cache.release, self)
         left = [a for a in self._memory.all() if a.origin in ("device", "managed")]
         pinned = self._pinned.all()
         report = self._memory.report(5, 0.0)

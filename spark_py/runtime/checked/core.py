@@ -23,6 +23,7 @@ from ..errors import (
     SparkError,
 )
 from ..gpu import DeviceLimits, DevicePtr, GpuBackend, StreamLike
+from ..op_cache import OpCache
 
 if TYPE_CHECKING:
     from ..audit import KernelAudit
@@ -99,6 +100,7 @@ class Core(GpuBackend):
         self._trace: LaunchTrace | None = None
         # Whether launches have a follower: a trace, debugging, or streams of other libraries.
         self._watching = debug_sync_kernels
+        self._op_cache = OpCache()
         self._keep_alive: dict[int, dict[int, object]] = {}
         # No capture begins or ends and no stream dies while a thread waits for a list of streams.
         self._wait_lock = threading.RLock()

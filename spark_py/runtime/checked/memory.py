@@ -91,6 +91,7 @@ class MemoryOps(Core):
     @guarded
     def sweep_unreleased(self) -> int:
         self._refuse_in_capture("sweep_unreleased", _FREE_AFTER)
+        self._op_cache.release(self)
         with self._lock:
             left = [a for a in self._memory.all() if a.origin in ("device", "managed")]
             report = self._memory.report(5, 0.0) if left else ""
