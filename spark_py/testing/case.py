@@ -214,7 +214,7 @@ class _Launch:
         for name, content in contents.items():
             param = accesses.get(name)
             users = [name, *(alias for alias, target in self.aliases.items() if target == name)]
-            written = any(accesses[user].access != "r" for user in users) if accesses else True
+            written = not accesses or any(accesses[user].access != "r" for user in users)
             if content is not None and param is not None and content.dtype != param.dtype:
                 raise InvalidArgumentError(name, content.dtype, f"{self.name} has {param.dtype} there")
             self.buffers[name] = None if content is None else _Buffer(content, written)
@@ -239,9 +239,15 @@ class _Launch:
             most = max((align.get(user, 1) for user in users), default=1)
             own = shift if shift % max(most, buffer.before.itemsize) == 0 else 0
             content = np.asarray(buffer.before)
-            # What is only read ends where its allocation ends, so that a read past it shows.
+            # A backend on the CPU sees what lies beside an allocation, and says who wrote there.
             buffer.device = Output(
-                self.gpu, content.shape, content.dtype, content, own, guard=buffer.written, label=name
+                self.gpu,
+                content.shape,
+                content.dtype,
+                content,
+                own,
+                guard=self.gpu.name == "cuda" and buffer.written,
+                label=name,
             )
             pointers[name] = buffer.device.ptr
         pointers |= {name: pointers[target] for name, target in self.aliases.items()}
