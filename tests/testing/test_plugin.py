@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""The pytest plugin in a project of a user: a folder of kernels, a test of ten lines, and the options."""
+"""The pytest plugin in a project of a user: the kernel and the test of the README, and the options."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,29 +17,11 @@ from spark_py.runtime.errors import BackendUnavailableError
 
 pytestmark = pytest.mark.host_only("runs a pytest of its own, which names its backend")
 
-KERNEL = """
-#include <cuda_bf16.h>
-
-extern "C" __global__ void scale_rows(const __nv_bfloat16* x, const float* scale, __nv_bfloat16* out, unsigned n) {
-    const size_t row = blockIdx.x;
-    for (unsigned i = threadIdx.x; i < n; i += blockDim.x) {
-        out[row * n + i] = __float2bfloat16_rn(__bfloat162float(x[row * n + i]) * scale[row]);
-    }
-}
-"""
-TEST = """
-import numpy as np
-from spark_py.testing import Poisoned, normal, within
-
-
-def scale_rows(x, scale, out, n):
-    return x.astype(np.float32) * scale[:, None]
-
-
-def test_scale_rows(kernel_case, rng):
-    args = {"x": normal(rng, 7, 1000), "scale": rng.random(7, np.float32), "out": Poisoned((7, 1000)), "n": 1000}
-    kernel_case("scale", "scale_rows", grid=7, block=256, args=args, reference=scale_rows, bounds={"out": within(0)})
-"""
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+KERNEL, TEST = (
+    next(block for block in re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S) if "scale_rows" in block)
+    for language in ("cuda", "python")
+)
 OFF_BY_ONE = ("i < n;", "i + 1 < n;")
 BEYOND = ("__bfloat162float(x[row * n + i])", "__bfloat162float(x[row * n + i + 1])")
 
@@ -96,7 +79,7 @@ def test_a_read_beyond_is_found_by_the_checked_backend(project: Path) -> None:
     code, text = pytest_in(project, "--kernels", "kernels", "--backend", "emulated-checked")
     assert code == 1, text
     assert "KernelBoundsError" in text
-    assert "scale.cu:7" in text
+    assert "scale.cu:6" in text
 
 
 def test_options_that_make_no_sense_are_refused(project: Path) -> None:
