@@ -14,11 +14,12 @@ import numpy as np
 
 from ..catalog import find
 from ..catalog.spec import Call, Dim3, KernelSpec
-from ..runtime.errors import InvalidArgumentError
+from ..runtime.errors import InvalidArgumentError, SparkError
 from ..runtime.gpu import DevicePtr, GpuBackend
 from .compare import Bound, bits
 from .inputs import BF16, Array, Distribution
 from .memory import POISON, Output
+from .writer import writing_block
 
 __all__ = ["Alias", "Argument", "Case", "Difference", "Draw", "KernelCase", "Poisoned", "Tag", "run_case"]
 
@@ -147,6 +148,8 @@ class _Launch:
         self.scalars: dict[str, Any] = {}
         self.buffers: dict[str, _Buffer | None] = {}
         self.aliases: dict[str, str] = {}
+        self._grid: Dim3 = (1, 1, 1)
+        self._fire: Callable[[Dim3], None] = lambda grid: None
 
     def order(self, arguments: Mapping[str, Any]) -> list[str]:
         """The parameter names in the order of the launch."""
@@ -256,8 +259,13 @@ class _Launch:
         limit = self.gpu.function_attributes(self.kernel).shared_dynamic_max if shared else 0
         if shared > limit:
             self.gpu.set_kernel_max_dynamic_smem(self.kernel, shared)
-        self.gpu.launch_typed(self.kernel, grid, block, shared, stream, args)
-        self.gpu.synchronize(stream)
+
+        def fire(size: Dim3) -> None:
+            self.gpu.launch_typed(self.kernel, size, block, shared, stream, args)
+            self.gpu.synchronize(stream)
+
+        self._grid, self._fire = grid, fire
+        fire(grid)
 
     def compare(
         self, expected: Mapping[str, Array | None], bounds: Mapping[str, Bound], call: Call
@@ -278,8 +286,32 @@ class _Launch:
             bound = next((bounds[user] for user in users if user in bounds), bits())
             wrong = bound.difference(got, want.reshape(got.shape), call)
             if wrong is not None:
-                found.append(Difference(self.name, name, wrong))
+                found.append(Difference(self.name, name, wrong.text + self._origin(name, got, wrong.at)))
         return found
+
+    def _origin(self, name: str, got: Array, at: int) -> str:
+        """Who wrote the worst element, in words; "" where that cannot be told."""
+        buffer = self.buffers[name]
+        assert buffer is not None
+        if got.tobytes() == buffer.before.tobytes():
+            return "; nothing was written"
+        if self.gpu.name != "emulated" or not got.size:
+            return ""
+
+        def run(size: Dim3) -> Array:
+            for each in self.buffers.values():
+                if each is not None and each.device is not None:
+                    self.gpu.copy_h2d(each.before.reshape(-1).view(np.uint8), each.device.ptr)
+            self._fire(size)
+            assert buffer is not None
+            assert buffer.device is not None
+            return buffer.device.read()
+
+        try:
+            block = writing_block(run, self._grid, buffer.before, got, at)
+        except (SparkError, AssertionError):  # say a kernel that wants one grid and no other
+            block = None
+        return f"; written by block {block}" if block is not None else ""
 
     def release(self) -> None:
         """Free the buffers."""

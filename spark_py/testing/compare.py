@@ -14,6 +14,7 @@ from .inputs import Array
 
 __all__ = [
     "Bound",
+    "Mismatch",
     "assert_rounds",
     "assert_same_bits",
     "assert_ulps",
@@ -108,6 +109,17 @@ def _not_rounded(
 
 
 @dataclass(frozen=True, slots=True)
+class Mismatch:
+    """What is wrong with a buffer, in words, and its worst element as a flat index."""
+
+    text: str
+    at: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class Bound:
     """How far an output may be from what is expected. Made by `bits`, `within` and `rounds`.
 
@@ -122,8 +134,8 @@ class Bound:
     exact: PerElement | None = None
     relative: float = 0.0
 
-    def difference(self, actual: Array, expected: Array, call: Call) -> str | None:
-        """What is wrong with `actual`, in words, or None. `call` has the inputs as they were before the launch."""
+    def difference(self, actual: Array, expected: Array, call: Call) -> Mismatch | None:
+        """What is wrong with `actual`, or None. `call` has the inputs as they were before the launch."""
         slack = self.slack(call) if callable(self.slack) else self.slack
         if self.exact is not None:
             exact = np.asarray(self.exact(call), np.float64).reshape(actual.shape)
@@ -131,23 +143,21 @@ class Bound:
         return difference(actual, expected, self.ulps, self.l2, slack)
 
 
-def _no_rounding(actual: Array, exact: Array, relative: float, absolute: Any) -> str | None:
+def _no_rounding(actual: Array, exact: Array, relative: float, absolute: Any) -> Mismatch | None:
     wrong, outside = _not_rounded(actual, exact, relative, absolute)
     if not wrong.any():
         return None
     worst = int(np.argmax(outside))
-    return (
-        f"{int(wrong.sum())} of {wrong.size} are no rounding of the exact value, worst at "
-        f"{_element(actual, exact, worst)}"
-    )
+    count = f"{int(wrong.sum())} of {wrong.size} are no rounding of the exact value"
+    return Mismatch(f"{count}, worst at {_element(actual, exact, worst)}", worst)
 
 
 def difference(
     actual: Array, expected: Array, most: int | None = None, l2: float | None = None, slack: Any = 0.0
-) -> str | None:
+) -> Mismatch | None:
     """How `actual` differs from `expected` beyond `most` ulps (None: in any bit) or `l2`, with the worst element."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return f"{actual.dtype} {actual.shape} against {expected.dtype} {expected.shape}"
+        return Mismatch(f"{actual.dtype} {actual.shape} against {expected.dtype} {expected.shape}", 0)
     if most is None:
         wrong = _bits_differ(actual, expected)
         distance = wrong.astype(np.int64)
@@ -162,12 +172,14 @@ def difference(
         limit = f"at most {most} ulp"
     if wrong.any():
         worst = int(np.argmax(np.where(wrong, distance, -1)))
-        return f"{int(wrong.sum())} of {wrong.size} differ ({limit}), worst at {_element(actual, expected, worst)}"
+        count = f"{int(wrong.sum())} of {wrong.size} differ ({limit})"
+        return Mismatch(f"{count}, worst at {_element(actual, expected, worst)}", worst)
     if l2 is not None:
         error = relative_l2(actual, expected)
         if error > l2:
             worst = int(np.argmax(distance))
-            return f"relative L2 {error:.3g} > {l2:.3g}, worst at {_element(actual, expected, worst)}"
+            text = f"relative L2 {error:.3g} > {l2:.3g}, worst at {_element(actual, expected, worst)}"
+            return Mismatch(text, worst)
     return None
 
 

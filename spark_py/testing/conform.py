@@ -287,6 +287,9 @@ class _Set:
         spec = find(report.module, report.function)
         if not report.known or spec is None or report.abi != "ok" or False in report.compiles.values():
             return False
+        if not cases_of(spec):
+            report.skipped = "not run: it has no cases"
+            return False
         if self._backend == "host":
             report.skipped = "not run: the host has references and no kernels"
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""The core check of each kernel, by name, for the mutants that must fail it."""
+"""The core check of each kernel, by name, and its cases: what mutants must fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from spark_py.catalog.spec import KernelSpec
+from spark_py.runtime.errors import KernelFaultError
 from spark_py.runtime.gpu import GpuBackend
+from spark_py.testing import run_case
+from spark_py.testing.cases import cases_of
 
 Check: TypeAlias = Callable[[GpuBackend, np.random.Generator], None]
 
@@ -24,3 +28,14 @@ def checks(name: str) -> Callable[[Check], Check]:
         return check
 
     return register
+
+
+def caught(gpu: GpuBackend, spec: KernelSpec, rng: np.random.Generator) -> bool:
+    """Whether a case of `spec` notices what is wrong with the backend's kernel, or the backend itself does."""
+    for case in cases_of(spec):
+        try:
+            if run_case(gpu, spec, case, rng):
+                return True
+        except KernelFaultError:
+            return True
+    return False

@@ -74,6 +74,14 @@ def test_a_wrong_kernel_shows_the_worst_element(project: Path) -> None:
     assert "(0xa5a5)" in text
 
 
+def test_a_wrong_element_has_the_block_that_wrote_it(project: Path) -> None:
+    edit(project, ("scale[row])", "(row == 5 && i == 70 ? 9.0f : scale[row]))"))
+    code, text = pytest_in(project, "--kernels", "kernels")
+    assert code == 1, text
+    assert "1 of 7000 differ (at most 0 ulp), worst at [5, 70]" in text
+    assert "ulp; written by block (5, 0, 0)" in text
+
+
 def test_a_read_beyond_is_found_by_the_checked_backend(project: Path) -> None:
     edit(project, BEYOND)
     code, text = pytest_in(project, "--kernels", "kernels", "--backend", "emulated-checked")

@@ -17,6 +17,7 @@ from spark_py.testing import (
     U32,
     Alias,
     AnyBits,
+    Array,
     Distribution,
     Integers,
     KernelCase,
@@ -34,6 +35,7 @@ from spark_py.testing import (
     ulps,
     within,
 )
+from spark_py.testing.writer import writing_block
 
 
 @pytest.mark.parametrize("draw", [Normal(3.0, 5), Large(), Ties(), WithNan(), Subnormal(), AnyBits()], ids=str)
@@ -163,3 +165,25 @@ def test_mistakes_in_a_test_are_named(kernel_case: KernelCase, change: dict[str,
     with pytest.raises(InvalidArgumentError) as error:
         kernel_case("argmax", call.pop("function", "argmax_bf16"), **call)
     assert error.value.name == name
+
+
+@pytest.mark.parametrize("block", [(0, 0, 0), (4, 0, 0), (2, 3, 0), (0, 3, 1), (4, 0, 1)], ids=str)
+def test_the_block_that_wrote_an_element(block: tuple[int, int, int]) -> None:
+    grid = (5, 4, 2)
+    before = np.full((2, 4, 5), 0xA5A5, np.uint16)
+
+    def run(size: tuple[int, int, int]) -> Array:
+        made = before.copy()
+        made[: size[2], : size[1], : size[0]] = 7
+        return made
+
+    at = int(np.ravel_multi_index(block[::-1], before.shape))
+    assert writing_block(run, grid, before, run(grid), at) == block
+    untouched = run(grid)
+    untouched.reshape(-1)[at] = 0xA5A5
+    assert writing_block(run, grid, before, untouched, at) is None
+
+
+def test_a_kernel_that_shares_out_its_work_by_the_grid_has_no_such_block() -> None:
+    before, after = np.zeros(8, np.uint16), np.arange(1, 9, dtype=np.uint16)
+    assert writing_block(lambda size: after.copy(), (4, 1, 1), before, after, 5) is None
