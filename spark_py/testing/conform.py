@@ -17,8 +17,9 @@ import numpy as np
 
 from ..catalog import CATALOG, find
 from ..catalog.spec import KernelSpec
+from ..emulator.launch import Schedule
 from ..runtime import open_backend
-from ..runtime.arch import ARCHS
+from ..runtime.arch import ARCHS, parse_arch
 from ..runtime.errors import (
     ArchMismatchError,
     BackendUnavailableError,
@@ -26,10 +27,12 @@ from ..runtime.errors import (
     KernelCrashError,
     KernelDeadlockError,
     KernelFaultError,
+    KernelSetError,
     KernelTimeoutError,
     SignatureMismatchError,
     SparkError,
     ToolkitMismatchError,
+    UnsupportedError,
 )
 from ..runtime.gpu import GpuBackend
 from ..runtime.includes import scan_includes
@@ -51,6 +54,8 @@ _CUDA_ONLY = (
     (re.compile(r"[<\"](?:cute|cutlass)/"), "CuTe"),
     (re.compile(r"\bCUtensorMap\b|[<\"]cuda/ptx[>\"]"), "TMA"),
 )
+_SECONDS = 20.0
+"""CPU time of a launch; the longest of our own takes a tenth of a second, checked."""
 _HOPELESS = (KernelTimeoutError, KernelDeadlockError, KernelCrashError)
 """After one of these the remaining cases of a kernel would only wait or crash again."""
 
@@ -103,7 +108,7 @@ class KernelReport:
             for what, bad in (
                 ("compiling", False in self.compiles.values()),
                 ("parameters", self.abi not in ("ok", None)),
-                ("not found", self.abi is None),
+                ("not found", self.abi is None and True in self.compiles.values()),
                 ("values", any(f.tag != "decision" for f in self.failures)),
                 ("faults", bool(self.faults)),
             )
@@ -152,6 +157,7 @@ def conform(
     `backend` runs the cases; "host" runs none, since it has references and no kernels. Errors of manifests are raised,
     and BackendUnavailableError where the backend cannot be had; what is wrong with a kernel is in its report.
     """
+    _known_archs(archs or ())
     reports: list[KernelReport] = []
     seen: set[tuple[object, ...]] = set()
     for each in open_sets(path, module):
@@ -165,6 +171,21 @@ def conform(
             narrowed = dataclasses.replace(each, modules=tuple(fresh))
             reports += _Set(narrowed, backend, archs, seed, progress).reports()
     return reports
+
+
+def _known_archs(archs: Sequence[str]) -> None:
+    """UnsupportedError for an architecture that the compiler does not know; without one, nothing is compiled."""
+    from ..runtime.modules import toolkit
+
+    numbers = [(arch, parse_arch(arch).number) for arch in archs]
+    try:
+        known = toolkit().archs if numbers else ()
+    except (BackendUnavailableError, ToolkitMismatchError):
+        return
+    for arch, number in numbers:
+        if number not in known:
+            names = ", ".join(f"sm_{each}" for each in known)
+            raise UnsupportedError(f"{arch} is not known to this compiler; it knows {names}")
 
 
 @dataclass(slots=True)
@@ -225,7 +246,8 @@ class _Set:
             texts = scan_includes(source.path, text, folders).texts
             plain = [without_comments(each) for each in texts]
             file.cuda_only = next((why for p, why in _CUDA_ONLY if any(map(p.search, plain))), "")
-        self._compile(file, source)
+        if _catalogued(source.name):  # of what the catalogue does not know, only the names are wanted
+            self._compile(file, source)
         if not file.signatures:
             try:
                 found = parse_ptx(text, source.path) if source.is_ptx else parse_source("\n".join(texts))
@@ -274,7 +296,7 @@ class _Set:
             elif spec is not None:
                 report.messages.append(f"{source.path} has no kernel '{function}'")
             else:
-                report.known = not function and False in file.compiles.values()
+                report.known = not function and _catalogued(source.name) and False in file.compiles.values()
                 if other := next((key for key in CATALOG if key[1] == function), None):
                     report.messages.append(f"{other[0]}::{function} is known: is this file module '{other[0]}'?")
                 if not function and report.known:
@@ -285,7 +307,11 @@ class _Set:
 
     def _to_run(self, file: _File, report: KernelReport) -> bool:
         spec = find(report.module, report.function)
-        if not report.known or spec is None or report.abi != "ok" or False in report.compiles.values():
+        if not report.known or spec is None or False in report.compiles.values():
+            return False
+        if report.abi is None and not report.compiles:
+            report.skipped = "not run: without NVRTC its parameters cannot be read"
+        if report.abi != "ok":
             return False
         if not cases_of(spec):
             report.skipped = "not run: it has no cases"
@@ -305,7 +331,10 @@ class _Set:
             return
         with tempfile.TemporaryDirectory(prefix="spark_py-conform-") as folder:
             groups = []
+            names = {report.module for _, report in wanted}
             for name, files in modules:
+                if name not in names:
+                    continue
                 several = len(files) > 1
                 sources = [
                     dataclasses.replace(f.source, functions=tuple(f.signatures) if several else (), others=())
@@ -328,7 +357,9 @@ class _Set:
 
     def _open(self, folder: str) -> GpuBackend:
         name: Any = self._backend.removesuffix("-checked")
-        return open_backend(name, kernels=folder, checked=self._backend.endswith("-checked"))
+        checked = self._backend.endswith("-checked")
+        schedule = None if name == "cuda" else Schedule(timeout=_SECONDS)
+        return open_backend(name, kernels=folder, checked=checked, schedule=schedule)
 
     def _run_cases(self, gpu: GpuBackend, spec: KernelSpec, report: KernelReport) -> bool:
         """Run every case of a kernel; False where the backend is of no use any more."""
@@ -351,6 +382,12 @@ class _Set:
                     if isinstance(error, _HOPELESS):
                         break
                     continue
+            except KernelSetError as error:  # NVRTC took it, so this says more about the emulation than the kernel
+                report.messages.append(str(error).partition("\n")[0])
+                if not report.compiles:
+                    report.compiles["cpu"] = False
+                report.skipped = "not run: it does not compile for the CPU"
+                break
             except SparkError as error:
                 found = [f"{type(error).__name__}: {error}"]
             report.failures += [_failure(case, message) for message in found]
@@ -358,6 +395,10 @@ class _Set:
         if faults or self._backend == "emulated-checked":
             report.faults = list(faults.values())
         return alive
+
+
+def _catalogued(module: str) -> bool:
+    return any(key[0] == module for key in CATALOG)
 
 
 def _failure(case: Case, message: str) -> Failure:

@@ -162,6 +162,41 @@ def test_a_loose_file_stands_for_the_module_that_is_named(tmp_path: Path) -> Non
         open_sets(FOREIGN, "nobody")
 
 
+def test_what_the_catalogue_does_not_know_is_listed_whether_it_compiles_or_not(tmp_path: Path) -> None:
+    shutil.copy(FOREIGN / "gb10/common/split.cu", tmp_path / "ssm_preprocess.cu")
+    (tmp_path / "vendor.cu").write_text('#include "absent.cuh"\nextern "C" __global__ void theirs(float* p) {}\n')
+    reports = {(r.module, r.function): r for r in conform(tmp_path, archs=("sm_90a",))}
+    assert reports["ssm_preprocess", "deinterleave_qg"].status == "ok"
+    assert reports["vendor", "theirs"].status == "unknown"
+    assert not any(report.fails(strict=True) for report in reports.values())
+
+
+def test_what_only_the_cpu_does_not_compile_is_no_failure(tmp_path: Path) -> None:
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="NVRTC is reached through CuPy, which is not installed")
+    file = Path(shutil.copy(FOREIGN / "gb10/common/split.cu", tmp_path / "ssm_preprocess.cu"))
+    file.write_text("#ifndef __CUDACC_RTC__\n#error only here\n#endif\n" + file.read_text())
+    (report,) = conform(file, archs=("sm_90a",))
+    assert report.status == "not run: it does not compile for the CPU"
+    assert "only here" in report.messages[0]
+    assert not report.fails(strict=True)
+
+
+def test_a_kernel_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_py.testing.conform._SECONDS", 0.3)
+    file = Path(shutil.copy(FOREIGN / "gb10/common/split.cu", tmp_path / "ssm_preprocess.cu"))
+    text = file.read_text()
+    file.write_text(text.replace("__syncthreads();", "while (*(volatile unsigned*)&row[0] != 0xDEADu) {}"))
+    assert file.read_text() != text
+    (report,) = conform(file, archs=("sm_90a",), backend="emulated")
+    assert report.status == "failed: faults"
+    assert "KernelTimeoutError" in (report.faults or [""])[0]
+
+
+def test_an_architecture_that_nobody_knows_is_bad_usage() -> None:
+    assert run(FOREIGN, "--arch", "sm_12").exit_code == 2
+    assert run(FOREIGN, "--arch", ",").exit_code == 2
+
+
 def test_without_checks_values_are_still_compared() -> None:
     (values,) = [r for r in conform(FOREIGN / "gb10/qwen/nvfp4", "norm", "emulated") if r.function == "rms_norm"]
     assert values.status == "failed: values"
