@@ -423,8 +423,9 @@ def main(argv: list[str] | None = None) -> int:
     results["problems"] = problems_of(results, expected)
     skips = args.skip_sanitizer or args.skip_benchmark
     results["clean"] = not results["problems"] and sanitizer["available"] and not skips
-    (args.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    (args.output / "RESULTS.md").write_text(render(results))
+    text = portable(json.dumps(results, indent=2))
+    (args.output / "results.json").write_text(text + "\n")
+    (args.output / "RESULTS.md").write_text(render(json.loads(text)))
     for text in results["problems"]:
         say(f"problem: {text}")
     if results["problems"]:
@@ -433,6 +434,11 @@ def main(argv: list[str] | None = None) -> int:
         say(f"compute-sanitizer cannot attach: {sanitizer['message']}")
         return 3
     return 0
+
+
+def portable(text: str) -> str:
+    """Paths below the repository as they are on any machine."""
+    return text.replace(f"{ROOT}/", "")
 
 
 def environment_of(doctor: dict[str, Any]) -> dict[str, str]:
