@@ -18,6 +18,7 @@ from . import (
     moe_silu_mul,
     norm,
     paged_decode,
+    quantize_nvfp4,
     reshape_and_cache,
     residual_add,
     rms_norm_vanilla,
@@ -40,6 +41,7 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     paged_decode.KERNELS,
     ssm_preprocess.KERNELS,
     gemm.KERNELS,
+    quantize_nvfp4.KERNELS,
 )
 
 CATALOG: dict[tuple[str, str], KernelSpec] = {spec.key: spec for family in _FAMILIES for spec in family}

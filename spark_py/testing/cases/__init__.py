@@ -20,6 +20,7 @@ from . import (
     moe_silu_mul,
     norm,
     paged_decode,
+    quantize_nvfp4,
     reshape_and_cache,
     residual_add,
     rms_norm_vanilla,
@@ -43,6 +44,7 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "paged_decode": paged_decode.CASES,
     "ssm_preprocess": ssm_preprocess.CASES,
     "gemm": gemm.CASES,
+    "quantize_nvfp4": quantize_nvfp4.CASES,
 }
 
 
