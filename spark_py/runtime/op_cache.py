@@ -54,7 +54,7 @@ class OpCache:
             return ptr
 
     def release(self, gpu: GpuBackend) -> None:
-        """Free all scratch memory; the backend does so when it is swept or closed. Blocks that were freed are left out."""
+        """Free all scratch memory, as the backend does when swept or closed. Blocks freed before are left out."""
         with self._lock:
             blocks, self._blocks = self._blocks, []
             self._scratch.clear()
