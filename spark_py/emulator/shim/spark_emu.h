@@ -17,6 +17,8 @@
 
 #define SPARK_EMULATED 1
 
+#include "crt/host_defines.h"
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>

@@ -2,6 +2,8 @@
 // Stands in for the toolkit's header of this name, which comes with nvcc: CUDA's keywords for a host compiler.
 // __shared__ is missing on purpose: spark_emu.h defines it once the toolkit's headers are through.
 #pragma once
+// The toolkit's own header stands beside those that include it where crt is installed; its guard keeps it out.
+#define __HOST_DEFINES_H__
 
 #define __host__
 #define __device__
