@@ -6,7 +6,8 @@ Outputs are held to their bounds; what a kernel only reads, and what lies beside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +22,7 @@ from .inputs import BF16, Array, Distribution
 from .memory import POISON, Output
 from .writer import writing_block
 
-__all__ = ["Alias", "Argument", "Case", "Difference", "Draw", "KernelCase", "Poisoned", "Tag", "run_case"]
+__all__ = ["Alias", "Argument", "Case", "Difference", "Draw", "KernelCase", "Poisoned", "Tag", "run_case", "written_by"]
 
 Tag = Literal["abi", "numeric", "decision"]
 
@@ -320,26 +321,46 @@ class _Launch:
                 self.gpu.free(buffer.device.base)
 
 
-def run_case(gpu: GpuBackend, spec: KernelSpec, case: Case, rng: np.random.Generator) -> list[Difference]:
-    """Launch `spec`'s kernel of the backend's set as `case` says, and compare with the reference of `spec`.
-
-    Returns what differs. Errors of the launch (KernelFaultError of a checked backend) are raised.
-    """
+@contextmanager
+def _launched(
+    gpu: GpuBackend, spec: KernelSpec, case: Case, rng: np.random.Generator
+) -> Iterator[tuple[_Launch, Callable[[Mapping[str, Array | None]], Call]]]:
+    """The case's launch after it ran, and how to see arrays as its call; the buffers go with the context."""
     launch = _Launch(gpu, spec.module, spec.function, spec)
     try:
         arguments = case.arguments(rng)
         names = launch.order(arguments)
         launch.make(arguments, names, rng, case.grid)
         sketch = _catalogue_call(spec, launch.scalars, launch.arrays(False), case.grid, (1, 1, 1), 0)
-        grid, block, shared = spec.geometry(sketch)
-        launch.run(names, grid, block, shared, case.shift)
-        expected = launch.arrays(copy=True)
-        with np.errstate(all="ignore"):
-            spec.run(_catalogue_call(spec, launch.scalars, expected, grid, block, shared))
-            before = _catalogue_call(spec, launch.scalars, launch.arrays(False), grid, block, shared)
-            return launch.compare(expected, case.bounds, before)
+        geometry = spec.geometry(sketch)
+        launch.run(names, *geometry, case.shift)
+        yield launch, lambda arrays: _catalogue_call(spec, launch.scalars, arrays, *geometry)
     finally:
         launch.release()
+
+
+def run_case(gpu: GpuBackend, spec: KernelSpec, case: Case, rng: np.random.Generator) -> list[Difference]:
+    """Launch `spec`'s kernel of the backend's set as `case` says, and compare with the reference of `spec`.
+
+    Returns what differs. Errors of the launch (KernelFaultError of a checked backend) are raised.
+    """
+    with _launched(gpu, spec, case, rng) as (launch, call), np.errstate(all="ignore"):
+        expected = launch.arrays(copy=True)
+        spec.run(call(expected))
+        return launch.compare(expected, case.bounds, call(launch.arrays(False)))
+
+
+def written_by(gpu: GpuBackend, spec: KernelSpec, case: Case, rng: np.random.Generator) -> dict[str, Array]:
+    """What the case's launch leaves in each buffer that the kernel writes, by parameter.
+
+    Two backends give the same for the same state of `rng`, as far as their arithmetic is the same.
+    """
+    with _launched(gpu, spec, case, rng) as (launch, _):
+        return {
+            name: buffer.device.read()
+            for name, buffer in launch.buffers.items()
+            if buffer is not None and buffer.device is not None and buffer.written
+        }
 
 
 class KernelCase:

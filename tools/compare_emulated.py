@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The same .cu files run by the CPU emulation and by a GPU, on the same inputs: are the results the same?
+
+Runs every conformance case of every kernel that the emulation can run on both backends. Outputs of integers, and of
+kernels that only copy, have to be equal byte for byte; floats may differ where exp, rsqrt or log are the GPU's own, and
+are held to ULPS. Prints one JSON object with a row a kernel; exit code 1 where a kernel is outside.
+
+    python tools/compare_emulated.py [--with cuda] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from spark_py import catalog
+from spark_py.runtime import open_backend
+from spark_py.testing.case import written_by
+from spark_py.testing.cases import cases_of
+from spark_py.testing.compare import ulps
+
+ULPS = {"bfloat16": 2, "float32": 64}
+"""Of the larger value, for elements above SMALL of their buffer's largest. BF16 outputs are roundings of FP32 values that
+differ by a few ulps: one step, or two across a power of two. FP32 outputs (log-probabilities) sum a row of exponentials
+that the GPU gives within 2 + |x| ulps."""
+SMALL = 2.0**-10
+
+
+def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[bool, int]:
+    """Whether the bytes are equal, and the largest distance in ulps of elements that count (NaN against NaN is none)."""
+    if one.tobytes() == other.tobytes():
+        return True, 0
+    if one.dtype.name not in ULPS:
+        return False, 0
+    a, b = one.astype(np.float32), other.astype(np.float32)
+    with np.errstate(all="ignore"):
+        largest = float(np.nanmax(np.abs(np.where(np.isfinite(a), a, 0.0)), initial=0.0))
+        counts = ~((np.isnan(a) & np.isnan(b)) | (np.maximum(np.abs(a), np.abs(b)) < SMALL * largest))
+    apart = np.asarray(ulps(one, other))[counts]
+    return False, int(apart.max(initial=0))
+
+
+def main() -> int:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--with", dest="other", default="cuda", choices=["cuda", "host"], help="default: cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rows = []
+    with open_backend("emulated") as emulated, open_backend(options.other) as other:
+        for spec in catalog.all_kernels():
+            if spec.gpu_only:
+                continue
+            row = {"kernel": f"{spec.module}::{spec.function}", "cases": 0, "equal": 0, "largest_ulps": 0, "ok": True}
+            for number, case in enumerate(cases_of(spec)):
+                results = [
+                    written_by(gpu, spec, case, np.random.default_rng([options.seed, number]))
+                    for gpu in (emulated, other)
+                ]
+                found = [difference(results[0][name], results[1][name]) for name in results[0]]
+                kinds = [array.dtype.name for array in results[0].values()]
+                row["cases"] += 1
+                row["equal"] += all(same for same, _ in found)
+                row["largest_ulps"] = max(row["largest_ulps"], *(apart for _, apart in found))
+                row["ok"] &= all(
+                    same or apart <= ULPS.get(kind, -1) for (same, apart), kind in zip(found, kinds, strict=True)
+                )
+            rows.append(row)
+        device = other.device_name()
+    print(
+        json.dumps(
+            {"with": options.other, "device": device, "seed": options.seed, "ulps_allowed": str(ULPS), "rows": rows}
+        )
+    )
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
