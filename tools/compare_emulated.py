@@ -27,9 +27,9 @@ from spark_py.testing.cases import cases_of
 from spark_py.testing.compare import ulps
 
 ULPS = {"bfloat16": 2, "float32": 64}
-"""Of the larger value, for elements above SMALL of their buffer's largest. BF16 outputs are roundings of FP32 values that
-differ by a few ulps: one step, or two across a power of two. FP32 outputs (log-probabilities) sum a row of exponentials
-that the GPU gives within 2 + |x| ulps."""
+"""For elements above SMALL of their buffer's largest. BF16 outputs are roundings of FP32 values that differ by a few
+ulps: one step, or two across a power of two. FP32 outputs (log-probabilities) sum a row of exponentials that the GPU
+gives within 2 + |x| ulps."""
 SMALL = 2.0**-10
 
 
@@ -74,11 +74,8 @@ def main() -> int:
                 )
             rows.append(row)
         device = other.device_name()
-    print(
-        json.dumps(
-            {"with": options.other, "device": device, "seed": options.seed, "ulps_allowed": str(ULPS), "rows": rows}
-        )
-    )
+    head = {"with": options.other, "device": device, "seed": options.seed, "ulps_allowed": str(ULPS)}
+    print(json.dumps({**head, "rows": rows}))
     return 0 if all(row["ok"] for row in rows) else 1
 
 

@@ -61,11 +61,12 @@ _DEMO_COLUMNS = (
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 BENCHMARKS = {"launch": ["tools/bench_launch.py"], "kernels": ["tools/bench_kernels.py"]}
 DEMO = {
+    "kernels emulated and on the GPU": ["tools/compare_emulated.py"],
     "backends compared": ["tools/compare_backends.py"],
     "on the GPU": ["-m", "spark_py.cli.main", "demo", "--backend", "cuda", "--json"],
     "on the CPU": ["-m", "spark_py.cli.main", "demo", "--backend", "host", "--json"],
 }
-"""What the demo checkpoint does here: name -> a command of Python that prints JSON."""
+"""The CPU beside the GPU, and what the demo checkpoint does on both: name -> a command of Python that prints JSON."""
 TOOLS = ("memcheck", "racecheck", "initcheck")
 _ERRORS = re.compile(r"^=+ ERROR SUMMARY: (\d+) errors?\b", re.MULTILINE)
 _HAZARDS = re.compile(
@@ -274,7 +275,7 @@ def render(results: dict[str, Any]) -> str:
         lines += ["", f"Kernels looked up under it: {len(sanitizer['kernels'])}."]
         if sanitizer["kernels_not_run"]:
             lines.append(f"Kernels tested, but not under it: {', '.join(sanitizer['kernels_not_run'])}.")
-    lines += ["", "## Demo checkpoint"]
+    lines += ["", "## Demo checkpoint, and the CPU beside the GPU"]
     for name, step in results["demo"].items():
         lines += ["", f"### {name}", ""]
         lines += _table(_short(step["values"])) if "values" in step else []
