@@ -34,7 +34,7 @@ SMALL = 2.0**-10
 
 
 def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[bool, int]:
-    """Whether the bytes are equal, and the largest distance in ulps of elements that count (NaN against NaN is none)."""
+    """Whether the bytes are equal, and the largest distance in ulps of elements that count; NaN equals NaN."""
     if one.tobytes() == other.tobytes():
         return True, 0
     if one.dtype.name not in ULPS:
