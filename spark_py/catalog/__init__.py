@@ -24,6 +24,8 @@ from . import (
     rms_norm_vanilla,
     rope,
     ssm_preprocess,
+    w4a16_gemv,
+    w4a16_gemv_fused,
 )
 from .spec import KernelSpec
 
@@ -42,6 +44,8 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     ssm_preprocess.KERNELS,
     gemm.KERNELS,
     quantize_nvfp4.KERNELS,
+    w4a16_gemv.KERNELS,
+    w4a16_gemv_fused.KERNELS,
 )
 
 CATALOG: dict[tuple[str, str], KernelSpec] = {spec.key: spec for family in _FAMILIES for spec in family}

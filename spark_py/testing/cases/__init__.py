@@ -26,6 +26,8 @@ from . import (
     rms_norm_vanilla,
     rope,
     ssm_preprocess,
+    w4a16_gemv,
+    w4a16_gemv_fused,
 )
 
 __all__ = ["cases_of"]
@@ -45,6 +47,8 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "ssm_preprocess": ssm_preprocess.CASES,
     "gemm": gemm.CASES,
     "quantize_nvfp4": quantize_nvfp4.CASES,
+    "w4a16_gemv": w4a16_gemv.CASES,
+    "w4a16_gemv_fused": w4a16_gemv_fused.CASES,
 }
 
 
