@@ -38,7 +38,9 @@ def emulate(
 ) -> EmulatedBackend:
     """An emulated backend whose kernel set is `text` alone, as module `name`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.cu").write_text(text)
+    source = folder / f"{name}.cu"
+    if not source.exists() or source.read_text() != text:  # processes may share the folder
+        source.write_text(text)
     try:
         gpu = open_backend("emulated", kernels=folder, checked=checked, schedule=schedule)
     except BackendUnavailableError as error:
