@@ -163,8 +163,7 @@ class EmulatedDevice(HostDevice):
 
         def launch(stream: int, pointers: Sequence[int], scalars: Sequence[Any]) -> None:
             args = layout.packed.pack(*pointers, *scalars)
-            rest, addresses = iter(scalars), iter(pointers)
-            values = tuple(next(addresses if is_pointer else rest) for is_pointer, _ in layout.starts)
+            values = layout.merge(pointers, scalars)
 
             def operation() -> None:
                 if spec is not None:

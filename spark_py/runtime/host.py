@@ -232,8 +232,7 @@ class HostDevice(RawDevice):
 
         def launch(stream: int, pointers: Sequence[int], scalars: Sequence[Any]) -> None:
             layout.scalars.pack(*scalars)  # raises where a number does not fit, as packing for a GPU would
-            rest, addresses = iter(scalars), iter(pointers)
-            values = tuple(next(addresses if is_pointer else rest) for is_pointer, _ in layout.starts)
+            values = layout.merge(pointers, scalars)
             self._queue(stream, lambda: self._run(spec, kernel.name, (grid, block, shared), values))
 
         return launch

@@ -49,7 +49,7 @@ def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 class Layout:
     """Where the arguments of a signature stand in a launch's buffer: the pointers, then scalars and bytes."""
 
-    __slots__ = ("packed", "pointer_at", "scalar_at", "scalars", "starts")
+    __slots__ = ("_in_order", "packed", "pointer_at", "scalar_at", "scalars", "starts")
 
     def __init__(self, signature: Signature) -> None:
         params = signature.params
@@ -66,6 +66,12 @@ class Layout:
         for i in self.scalar_at:
             self.starts[i] = (False, at)
             at += struct.calcsize("=" + self._format(params[i]))
+        packed_at = {i: n for n, i in enumerate((*self.pointer_at, *self.scalar_at))}
+        self._in_order = _picker([packed_at[i] for i in range(len(params))])
+
+    def merge(self, pointers: Sequence[int], scalars: Sequence[Any]) -> tuple[Any, ...]:
+        """The values in parameter order."""
+        return tuple(self._in_order((*pointers, *scalars)))
 
     @staticmethod
     def _format(param: Param) -> str:
@@ -125,12 +131,3 @@ class Plan:
             seen = set()
             self.seen = (ledger, seen)
         seen.add(addresses)
-
-    def merge(self, pointers: Sequence[int], scalars: Sequence[Any]) -> list[Any]:
-        """The values in parameter order."""
-        values: list[Any] = [None] * len(self.kinds)
-        for i, value in zip(self.layout.pointer_at, pointers, strict=True):
-            values[i] = value
-        for i, value in zip(self.layout.scalar_at, scalars, strict=True):
-            values[i] = value
-        return values

@@ -139,7 +139,7 @@ class LaunchOps(KernelOps):
             self._capture_failed(error, stream)
             raise
         if self._captures or self._watching:
-            self._launched(plan, raw, plan.merge(pointers, scalars), func, args)
+            self._launched(plan, raw, plan.layout.merge(pointers, scalars), func, args)
 
     def _plain(
         self, plan: Plan, args: Sequence[Argument], kinds: Sequence[Kind] | None
@@ -198,7 +198,7 @@ class LaunchOps(KernelOps):
             )
 
     def _launched(
-        self, plan: Plan, stream: int, values: list[Any], handle: KernelHandle, args: Sequence[Argument]
+        self, plan: Plan, stream: int, values: Sequence[Any], handle: KernelHandle, args: Sequence[Argument]
     ) -> None:
         """What only captures, traces, debugging and streams of other libraries ask for."""
         if stream in self._captures:
