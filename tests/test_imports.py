@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import spark_py
+from tests.child import environment
 
 PACKAGE = Path(spark_py.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -100,7 +100,7 @@ def test_importing_everything_touches_no_gpu() -> None:
     script = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
     script += "print(*sorted({'cupy', 'cupy_backends', 'torch'} & set(sys.modules)))\n"
     script += "print('libcuda' in open('/proc/self/maps').read())\n" if Path("/proc/self/maps").exists() else ""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])}
+    env = environment(PACKAGE.parent)
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() in ([], ["False"])

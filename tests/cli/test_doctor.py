@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -15,6 +14,7 @@ import pytest
 
 from spark_py.cli import doctor
 from spark_py.runtime.toolkit import find_cutlass
+from tests.child import environment
 
 ROOT = Path(doctor.__file__).resolve().parents[2]
 
@@ -47,11 +47,7 @@ def run_doctor(
 ) -> subprocess.CompletedProcess[str]:
     """doctor in a process where exactly `installed` of CuPy's distributions are there; `more` runs before it."""
     script = _SCRIPT.format(installed=installed, arguments=arguments, more=more)
-    env = {
-        **os.environ,
-        "SPARK_PY_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    env = environment(ROOT, SPARK_PY_CACHE_DIR=str(cache))
     return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from spark_py.runtime.errors import (
 )
 from spark_py.runtime.manifest import KernelSet
 from spark_py.runtime.signature import compare, kernel_spec_signature
+from tests.child import environment
 
 from .support import emulate, launch
 
@@ -151,13 +151,10 @@ with emulate(Path(sys.argv[1]), Path(sys.argv[1], "kernels.cu").read_text()) as 
 def test_processes_that_start_together_share_a_cold_cache(tmp_path: Path) -> None:
     emulate(tmp_path / "set", SIMPLE.replace("VALUE", "9u")).close()
     root = Path(__file__).parents[2]
-    environment = os.environ | {
-        "SPARK_PY_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-    }
+    child = environment(root, SPARK_PY_CACHE_DIR=str(tmp_path / "cache"))
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "set")]
     running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=root)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child, cwd=root)
         for _ in range(3)
     ]
     for process in running:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,6 @@ from spark_py.runtime.errors import (
 )
 
 from .support import BF16, Concat, busy, capture, is_poison, poisoned, read, refused, second_backend
-
-
-@pytest.fixture
-def work(gpu: GpuBackend, rng: np.random.Generator) -> Concat:
-    return Concat(gpu, rng)
-
-
-@pytest.fixture
-def stream(gpu: GpuBackend) -> Iterator[int]:
-    made = gpu.create_stream()
-    yield made
-    if not gpu.closed:
-        gpu.abort_capture_if_active(made)
-        gpu.destroy_stream(made)
-
 
 # ---------------------------------------------------------------- recording and replaying
 

@@ -19,21 +19,6 @@ from spark_py.runtime.errors import (
 
 from .support import Concat, capture, in_thread, is_poison, poisoned, read, refused, second_backend
 
-
-@pytest.fixture
-def work(gpu: GpuBackend, rng: np.random.Generator) -> Concat:
-    return Concat(gpu, rng)
-
-
-@pytest.fixture
-def stream(gpu: GpuBackend) -> Iterator[int]:
-    made = gpu.create_stream()
-    yield made
-    if not gpu.closed:
-        gpu.abort_capture_if_active(made)
-        gpu.destroy_stream(made)
-
-
 # ---------------------------------------------------------------- several streams in one capture
 
 

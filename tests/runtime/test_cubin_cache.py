@@ -19,6 +19,7 @@ from spark_py.runtime.cubin_cache import CubinCache, default_cache
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.manifest import ModuleSource
 from spark_py.runtime.signature import Kind, Param, Signature
+from tests.child import environment
 
 KEY = "ab" + "0" * 62
 MODULE = CompiledModule(
@@ -274,10 +275,8 @@ print(found.from_cache, hashlib.sha256(found.image).hexdigest())
 @needs_nvrtc
 def test_processes_side_by_side_compile_once(tmp_path: Path, tree: Path) -> None:
     command = [sys.executable, "-c", _PROCESS, str(tmp_path / "c"), str(tree)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(modules.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    }
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    child = environment(Path(modules.__file__).parents[2])
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": child}
     workers = [subprocess.Popen(command, **pipes) for _ in range(4)]
     for worker in workers:
         assert worker.stdout.readline() == "ready\n"

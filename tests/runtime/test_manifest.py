@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from spark_py.runtime import manifest
 from spark_py.runtime.audit import KernelAudit
 from spark_py.runtime.errors import ManifestError, ModuleNotFoundInSetError
 from spark_py.runtime.manifest import KernelSet, kernels_path, nvrtc_flags
+from tests.child import environment
 
 KERNEL = 'extern "C" __global__ void {}(float* x) {{ x[0] = 1.0f; }}\n'
 
@@ -257,11 +257,11 @@ def test_an_installed_package_has_its_kernels_inside(tmp_path: Path) -> None:
     folder(tmp_path / "cuda_src", "wrong.cu", kernels_toml='[modules.wrong]\nsource = "wrong.cu"\n')
     folder(tmp_path / "spark_py" / "_cuda_src", "right.cu", kernels_toml='[modules.right]\nsource = "right.cu"\n')
     text = "from spark_py.runtime.manifest import KernelSet; print(*KernelSet.open().modules)"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    child = environment(tmp_path)
 
     def opened() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", text]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        return subprocess.run(command, capture_output=True, text=True, env=child, cwd=tmp_path, check=False)
 
     assert opened().stdout.split() == ["right"]
     shutil.rmtree(tmp_path / "spark_py" / "_cuda_src")

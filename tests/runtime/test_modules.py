@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from spark_py.runtime.errors import (
 from spark_py.runtime.manifest import KernelSet, ModuleSource
 from spark_py.runtime.modules import CompiledModule, Resources, compile_module
 from spark_py.runtime.ptx import ptx_version_limit
+from tests.child import environment
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a", "sm_121a")
 GOOD = 'extern "C" __global__ void f(float* x, unsigned n) { if (threadIdx.x < n) x[threadIdx.x] = 1.0f; }\n'
@@ -398,8 +398,6 @@ def test_call_site_names_the_caller(tmp_path: Path) -> None:
 
 def test_this_layer_imports_no_cupy() -> None:
     text = "import sys, spark_py.runtime.modules, spark_py.cli.check; print([m for m in sys.modules if 'cupy' in m])"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(modules.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    }
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment, check=True)
+    child = environment(Path(modules.__file__).parents[2])
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=child, check=True)
     assert run.stdout.strip() == "[]"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import spark_py
 from spark_py.emulator.compiler import find_compiler
 from spark_py.runtime.errors import BackendUnavailableError
+from tests.child import environment
 
 pytestmark = pytest.mark.host_only("runs a pytest of its own, which names its backend")
 
@@ -50,11 +50,10 @@ def edit(project: Path, change: tuple[str, str]) -> None:
 
 
 def pytest_in(project: Path, *arguments: str) -> tuple[int, str]:
-    package = str(Path(spark_py.__file__).parent.parent)
-    path = os.pathsep.join([str(project / "site"), package])
+    package = Path(spark_py.__file__).parent.parent
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    child = environment(project / "site", package, PYTEST_ADDOPTS="", PYTEST_PLUGINS="")
+    done = subprocess.run(command, cwd=project, env=child, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
