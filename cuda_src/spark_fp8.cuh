@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+// E4M3 bytes from FP32 and back, by the toolkit's conversions: instructions from sm_89, arithmetic below.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "spark_common.cuh"
+
+// FP32 to E4M3: nearest, ties to even, everything beyond (infinity too) to +-448; NaN becomes 0x7f, whatever its sign.
+__device__ __forceinline__ unsigned char spark_to_e4m3(float value) {
+    return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+}
+
+// Two of them; `low` comes first in memory.
+__device__ __forceinline__ unsigned spark_pack_e4m3(float low, float high) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
+// E4M3 to FP32: exact.
+__device__ __forceinline__ float spark_from_e4m3(unsigned char byte) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
+}
+
+// Two of them; the low byte comes first.
+__device__ __forceinline__ void spark_widen_e4m3(unsigned short bytes, float* to) {
+    const float2 values = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(bytes, __NV_E4M3)));
+    to[0] = values.x;
+    to[1] = values.y;
+}
