@@ -414,6 +414,9 @@ class CudaDevice(RawDevice):
             raise UnsupportedError(f"the array is on cuda:{view.device.id}, this backend on {self._where()}")
         if not view.flags.c_contiguous:
             raise InvalidArgumentError("array", f"strides {view.strides}", "must be C-contiguous")
+        # Both protocols order the producer's work before CuPy's current stream; the backend's streams do not wait
+        # for that one.
+        cupy.cuda.get_current_stream().synchronize()
         return int(view.data.ptr), int(view.nbytes)
 
     def close(self) -> None:

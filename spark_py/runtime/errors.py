@@ -393,6 +393,91 @@ class WeightNotLoadedError(WeightError, LookupError):
         super().__init__(f"tensor {tensor!r} is in {path} but not on the device: pass its name to load")
 
 
+class WeightFormatError(WeightError):
+    """A tensor of a checkpoint whose type, shape or scales make no weight that can be read. `tensor` is its name."""
+
+    def __init__(self, tensor: str, message: str) -> None:
+        self.tensor = tensor
+        super().__init__(f"tensor {tensor!r}: {message}")
+
+
+class MissingScaleError(WeightFormatError, LookupError):
+    """A quantised tensor without its scale. `looked_for` lists the names that one would have."""
+
+    def __init__(self, tensor: str, dtype: str, looked_for: Sequence[str]) -> None:
+        self.dtype, self.looked_for = dtype, tuple(looked_for)
+        names = " or ".join(map(repr, looked_for))
+        super().__init__(tensor, f"it is {dtype} and has no scale: {names} is needed")
+
+
+class AmbiguousScaleError(WeightFormatError):
+    """Several tensors of which one alone can be right: scales, or forms of one weight. `found` lists them."""
+
+    def __init__(self, tensor: str, found: Sequence[str]) -> None:
+        self.found = tuple(found)
+        super().__init__(tensor, f"only one of {', '.join(map(repr, found))} can belong to it")
+
+
+class WeightScaleError(WeightFormatError):
+    """A scale that does not fit its tensor. `scale` is its name."""
+
+    def __init__(self, tensor: str, scale: str, message: str) -> None:
+        self.scale = scale
+        super().__init__(tensor, f"scale {scale!r} {message}")
+
+
+class ScaleDtypeError(WeightScaleError):
+    """A scale whose type is not one that the tensor's format has. `dtype` is its type."""
+
+    def __init__(self, tensor: str, scale: str, dtype: str, needed: str) -> None:
+        self.dtype = dtype
+        super().__init__(tensor, scale, f"is {dtype}: {needed} is needed")
+
+
+class ScaleShapeError(WeightScaleError):
+    """A scale of a shape that does not fit the tensor's. `shape` is its own, `allowed` lists those that would do."""
+
+    def __init__(
+        self,
+        tensor: str,
+        weight: tuple[int, ...],
+        scale: str,
+        shape: tuple[int, ...],
+        allowed: Sequence[tuple[int, ...]],
+    ) -> None:
+        self.shape, self.allowed = shape, tuple(allowed)
+        fits = " or ".join(str(list(one)) for one in allowed)
+        super().__init__(tensor, scale, f"has shape {list(shape)}: {fits} is needed for a weight {list(weight)}")
+
+
+class ScaleValueError(WeightScaleError):
+    """A scale that holds a number which no scale is: NaN, infinite, negative, or one of the opposite convention (a
+    divisor where a multiplier belongs). `value` is the number."""
+
+    def __init__(self, tensor: str, scale: str, value: float, message: str) -> None:
+        self.value = value
+        super().__init__(tensor, scale, message)
+
+
+class IgnoredModuleError(WeightFormatError):
+    """A quantised tensor of a module that the checkpoint's configuration excludes from quantisation. `pattern` is the
+    entry that covers it."""
+
+    def __init__(self, tensor: str, dtype: str, pattern: str) -> None:
+        self.dtype, self.pattern = dtype, pattern
+        super().__init__(tensor, f"it is {dtype}, but ignore_modules has {pattern!r}, which keeps it BF16")
+
+
+class UnreadScaleError(WeightError):
+    """Scales of a checkpoint that nothing applied: the weights that they belong to were read as something else.
+    `tensors` lists them all."""
+
+    def __init__(self, tensors: Sequence[str], source: str) -> None:
+        self.tensors = tuple(tensors)
+        some = ", ".join(map(repr, self.tensors[:8])) + (", ..." if len(self.tensors) > 8 else "")
+        super().__init__(f"{len(self.tensors)} scales in {source} were not applied to any weight: {some}")
+
+
 # ---------------------------------------------------------------- models
 
 

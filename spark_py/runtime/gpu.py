@@ -532,7 +532,8 @@ class GpuBackend(ABC):
     @abstractmethod
     def wrap(self, array: Any) -> DevicePtr:
         """Register another library's device array (`__cuda_array_interface__`, DLPack, or a NumPy array on the CPU
-        backends) as usable memory; `unwrap` it before the array dies."""
+        backends) as usable memory, once the work that fills it is done; `unwrap` it before the array dies.
+        Refused during a capture."""
 
     @abstractmethod
     def unwrap(self, ptr: DevicePtr) -> None:

@@ -33,7 +33,8 @@ PerElement: TypeAlias = "Callable[[Call], Any]"
 
 def f64(array: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Values as FP64: exact for BF16 and FP32."""
-    return array.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # NumPy warns where a NaN is converted
+        return array.astype(np.float64)
 
 
 def ordered(array: Array) -> np.ndarray[Any, np.dtype[np.int64]]:

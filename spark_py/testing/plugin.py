@@ -123,6 +123,13 @@ def cuda_session(backend_name: str, kernels_folder: str | None) -> Iterator[GpuB
         yield backend
 
 
+def drop_replaced_methods(backend: GpuBackend) -> None:
+    """Remove instance attributes that hide methods. An older pytest's undo of `monkeypatch.setattr(gpu, "alloc", ...)`
+    leaves one behind, the bound method, and a later test that patches the class would patch nothing."""
+    for name in [name for name in vars(backend) if callable(getattr(type(backend), name, None))]:
+        delattr(backend, name)
+
+
 @pytest.fixture
 def gpu(backend_name: str, kernels_folder: str | None, cuda_session: GpuBackend | None) -> Iterator[GpuBackend]:
     """The backend under test, with no live allocation before the test; what the test leaves is freed after it.
@@ -130,7 +137,9 @@ def gpu(backend_name: str, kernels_folder: str | None, cuda_session: GpuBackend 
     On the CPU each test has a backend of its own, so that nothing of one test can reach another.
     """
     if cuda_session is not None:
+        drop_replaced_methods(cuda_session)
         yield cuda_session
+        drop_replaced_methods(cuda_session)
         if not cuda_session.closed:
             cuda_session.abort_capture_if_active(cuda_session.default_stream())
             cuda_session.sweep_unreleased()

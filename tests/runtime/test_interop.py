@@ -14,6 +14,7 @@ from spark_py.runtime.errors import (
     ArgumentPointerError,
     DoubleFreeError,
     FreedPointerError,
+    IllegalDuringCaptureError,
     InvalidArgumentError,
     OutOfBoundsError,
     UnknownPointerError,
@@ -135,6 +136,31 @@ def test_wrapped_arrays_are_written(gpu: GpuBackend) -> None:
     gpu.copy_h2d(b"\7" * 8, ptr.offset(4))
     assert numpy_of(array).tolist() == [0] * 4 + [7] * 8 + [0] * 4
     gpu.unwrap(ptr)
+
+
+def test_wrap_waits_for_the_producer(gpu: GpuBackend) -> None:
+    """The backend's streams do not wait for the other library's, on which its last write may still be queued."""
+    size = 1 << 26 if gpu.name == "cuda" else 16
+    array = device_array(gpu, np.zeros(size, np.uint8))
+    for _ in range(50):
+        array += 1
+    ptr = gpu.wrap(array)
+    gpu.memset(ptr, 7, size)
+    if gpu.name == "cuda":
+        array.device.synchronize()
+    assert set(numpy_of(array[:: size // 16]).tolist()) == {7}
+    gpu.unwrap(ptr)
+
+
+def test_wrap_in_a_capture(gpu: GpuBackend) -> None:
+    """It waits, which a capture forbids."""
+    stream, array = gpu.create_stream(), device_array(gpu, np.zeros(16, np.uint8))
+    gpu.begin_capture(stream)
+    with refused(IllegalDuringCaptureError, "wrap before begin_capture"):
+        gpu.wrap(array)
+    gpu.abort_capture_if_active(stream)
+    gpu.unwrap(gpu.wrap(array))
+    gpu.destroy_stream(stream)
 
 
 def test_unwrap_waits(gpu: GpuBackend) -> None:

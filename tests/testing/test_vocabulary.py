@@ -35,6 +35,7 @@ from spark_py.testing import (
     ulps,
     within,
 )
+from spark_py.testing.plugin import drop_replaced_methods
 from spark_py.testing.writer import writing_block
 
 
@@ -187,3 +188,13 @@ def test_the_block_that_wrote_an_element(block: tuple[int, int, int]) -> None:
 def test_a_kernel_that_shares_out_its_work_by_the_grid_has_no_such_block() -> None:
     before, after = np.zeros(8, np.uint16), np.arange(1, 9, dtype=np.uint16)
     assert writing_block(lambda size: after.copy(), (4, 1, 1), before, after, 5) is None
+
+
+def test_replaced_methods_do_not_outlive_a_test(gpu: GpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA tests share one backend; with some versions of pytest an undone patch of an instance left the bound method on it,
+    which would hide a later patch of the class."""
+    vars(gpu)["free_memory"] = gpu.free_memory
+    drop_replaced_methods(gpu)
+    assert "free_memory" not in vars(gpu)
+    monkeypatch.setattr(type(gpu), "free_memory", lambda self: 2)
+    assert gpu.free_memory() == 2

@@ -38,6 +38,7 @@ class InteropOps(MemoryOps):
 
     @guarded
     def wrap(self, array: Any) -> DevicePtr:
+        self._refuse_in_capture("wrap", "wrap before begin_capture")
         address, nbytes = self._device.foreign_range(array)
         if nbytes == 0:
             return DevicePtr.NULL
