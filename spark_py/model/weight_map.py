@@ -9,12 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr
 from ..runtime.sizes import count
 
-__all__ = ["DenseExpertWeight", "DenseWeight", "MtpWeights", "QuantizedWeight"]
+__all__ = [
+    "FP8_BLOCK",
+    "AnyExpertWeight",
+    "DenseExpertWeight",
+    "DenseWeight",
+    "ExpertWeight",
+    "Fp8DenseExpertWeight",
+    "Fp8DenseWeight",
+    "Fp8ExpertWeight",
+    "Fp8Weight",
+    "MoeWeights",
+    "MtpWeights",
+    "QuantizedWeight",
+]
+
+FP8_BLOCK = 128
+"""Rows and columns that share a scale of an `Fp8Weight`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +65,64 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """An NVFP4 tensor: packed E2M1 [N, K / 2], E4M3 group scales [N, K / 16], one FP32 factor for all of it."""
+    """An NVFP4 tensor: packed E2M1 [N, K / 2], E4M3 group scales [N, K / 16], one FP32 factor for all of it.
+
+    w = value * scale * weight_scale_2; the even k is the low nibble of its byte. `shape` is (N, K), () where the caller
+    did not tell; Rust's struct does not have it. A transposed twin has the packed codes [K / 2, N] and scales
+    [K / 16, N], and its shape is () too. All pointers NULL (`null`): the tensor is elsewhere.
+    """
 
     weight: DevicePtr
     weight_scale: DevicePtr
     weight_scale_2: float
     input_scale: DevicePtr = DevicePtr.NULL
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def null(cls) -> QuantizedWeight:
+        """A place where no tensor is."""
+        return cls(DevicePtr.NULL, DevicePtr.NULL, 1.0)
+
+    def check_shape(self, name: str, *shape: int) -> None:
+        """As `DenseWeight.check_shape`, for the codes and the scales."""
+        DenseWeight(self.weight_scale).check_shape(f"weight_scale of {name}", *shape)
+        DenseWeight(self.weight, self.shape).check_shape(name, *shape)
+
+    def rows_of(self, name: str, rows: int, columns: int) -> int:
+        """As `DenseWeight.rows_of`."""
+        return DenseWeight(self.weight, self.shape).rows_of(name, rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8DenseWeight:
+    """A BF16 tensor made E4M3 at load: codes [n, k], an FP32 scale a row [n]. w = code * row_scale.
+
+    `n` and `k` are not in Rust's struct.
+    """
+
+    weight: DevicePtr
+    row_scale: DevicePtr
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A checkpoint's own E4M3 tensor: codes [n, k], an FP32 scale a block of 128 x 128.
+
+    The scales are [ceil(n / 128), ceil(k / 128)] and w = code * scale, in spite of the name `row_scale`, which is
+    Rust's.
+    """
+
+    weight: DevicePtr
+    row_scale: DevicePtr
+    n: int
+    k: int
+
+    def check_shape(self, name: str, *shape: int) -> None:
+        """As `DenseWeight.check_shape`, for the codes and the scales."""
+        DenseWeight(self.row_scale).check_shape(f"row_scale of {name}", *shape)
+        DenseWeight(self.weight, (self.n, self.k)).check_shape(name, *shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +135,87 @@ class DenseExpertWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """As `DenseExpertWeight`, in NVFP4. An expert that is elsewhere has NULL projections (`null`)."""
+
+    gate_proj: QuantizedWeight
+    up_proj: QuantizedWeight
+    down_proj: QuantizedWeight
+
+    @classmethod
+    def null(cls) -> ExpertWeight:
+        """An expert that is elsewhere."""
+        return cls(QuantizedWeight.null(), QuantizedWeight.null(), QuantizedWeight.null())
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8DenseExpertWeight:
+    """As `DenseExpertWeight`, in E4M3 with row scales."""
+
+    gate_proj: Fp8DenseWeight
+    up_proj: Fp8DenseWeight
+    down_proj: Fp8DenseWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8ExpertWeight:
+    """As `DenseExpertWeight`, in E4M3 with block scales."""
+
+    gate_proj: Fp8Weight
+    up_proj: Fp8Weight
+    down_proj: Fp8Weight
+
+
+AnyExpertWeight: TypeAlias = ExpertWeight | DenseExpertWeight | Fp8DenseExpertWeight | Fp8ExpertWeight
+"""The formats that an expert may have."""
+_Expert = TypeVar("_Expert", bound=AnyExpertWeight)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights(Generic[_Expert]):
+    """A mixture of experts: routed ones, and a shared one that sees every token.
+
+    gate: the router, BF16 [E, h]. shared_expert_gate: BF16 [1, h], whose sigmoid weighs the shared expert. experts: E
+    of them, in the format of the shared one; Rust has NVFP4 here alone. router_pre_norm [h] and correction_bias [E]
+    belong to models that have them.
+    """
+
+    gate: DenseWeight
+    shared_expert: _Expert
+    shared_expert_gate: DenseWeight
+    experts: Sequence[_Expert]
+    router_pre_norm: DenseWeight | None = None
+    correction_bias: DenseWeight | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MtpWeights:
-    """A Qwen3-Next style MTP module in BF16; h hidden_size, nq and nkv heads of hd, I FFN width, E experts.
+    """A Qwen3-Next style MTP module; h hidden_size, nq and nkv heads of hd, I FFN width, E experts.
 
     Norms are [h], `q_norm` and `k_norm` [hd]; `fc` is [h, 2h], its first h columns for the embedding; `q_proj` is
     [2 * nq * hd, h], each head's query and then its gate; `k_proj`, `v_proj` [nkv * hd, h]; `o_proj` [h, nq * hd].
 
     The FFN is `dense_ffn`, or a mixture of experts: `moe_gate` [E, h], `shared_expert`, `shared_expert_gate` [1, h] and
     `experts`, one each. Which of the two decides `dense_ffn is None`.
+
+    All is BF16, but for projections that a checkpoint has in block-scaled E4M3 and that stay so in an FP8 head. Norms,
+    router and shared gate are always BF16.
     """
 
     pre_fc_norm_embedding: DenseWeight
     pre_fc_norm_hidden: DenseWeight
-    fc: DenseWeight
+    fc: DenseWeight | Fp8Weight
     input_layernorm: DenseWeight
-    q_proj: DenseWeight
-    k_proj: DenseWeight
-    v_proj: DenseWeight
-    o_proj: DenseWeight
+    q_proj: DenseWeight | Fp8Weight
+    k_proj: DenseWeight | Fp8Weight
+    v_proj: DenseWeight | Fp8Weight
+    o_proj: DenseWeight | Fp8Weight
     q_norm: DenseWeight
     k_norm: DenseWeight
     post_attn_layernorm: DenseWeight
     norm: DenseWeight
-    dense_ffn: DenseExpertWeight | None = None
+    dense_ffn: DenseExpertWeight | Fp8ExpertWeight | None = None
     moe_gate: DenseWeight | None = None
-    shared_expert: DenseExpertWeight | None = None
+    shared_expert: DenseExpertWeight | Fp8ExpertWeight | None = None
     shared_expert_gate: DenseWeight | None = None
-    experts: Sequence[DenseExpertWeight] = ()
+    experts: Sequence[DenseExpertWeight | Fp8ExpertWeight] = ()

@@ -16,7 +16,7 @@ from ....runtime.kv_cache import KvCacheConfig, KvCacheDtype, PagedKvCache
 from ....runtime.sizes import count
 from ...config import ModelConfig
 from ...levers import ModelLevers
-from ...weight_map import DenseWeight, MtpWeights, QuantizedWeight
+from ...weight_map import DenseWeight, Fp8Weight, MtpWeights, QuantizedWeight
 from .types import MtpPrefillScratch, MtpProposerState, MtpQuantization, NormConvention, ProjectionWeight
 
 __all__ = ["KV_BLOCK_SIZE", "PREFILL_CHUNK", "MtpHeadNew", "mtp_num_blocks"]
@@ -158,10 +158,12 @@ class MtpHeadNew:
             self.draft_vocab * h * BF16_BYTES / 2**20, num_blocks, KV_BLOCK_SIZE,
         )  # fmt: skip
 
-    def quantize_proj(self, name: str, bf16: DenseWeight, n: int, k: int) -> ProjectionWeight:
+    def quantize_proj(self, name: str, weight: DenseWeight | Fp8Weight, n: int, k: int) -> ProjectionWeight:
         """A projection [n, k] in the head's quantisation; BF16 is the checkpoint's own tensor, not a copy."""
-        bf16.check_shape(f"mtp {name}", n, k)
-        return bf16
+        weight.check_shape(f"mtp {name}", n, k)
+        if isinstance(weight, Fp8Weight):
+            raise UnsupportedError(f"mtp {name} is FP8: a BF16 head takes BF16")
+        return weight
 
     def _resolve_kernels(self) -> None:
         """Handles of what this quantisation and LM head run; an optional one that the set lacks is handle 0."""
