@@ -35,10 +35,22 @@ class Call:
     """
 
     def __init__(
-        self, grid: Dim3, block: Dim3, shared_mem: int, bind: Callable[[Call, str], Any] | None = None
+        self,
+        grid: Dim3,
+        block: Dim3,
+        shared_mem: int,
+        bind: Callable[[Call, str], Any] | None = None,
+        follow: Callable[[Call, str, int], Any] | None = None,
     ) -> None:
         self.grid, self.block, self.shared_mem = grid, block, shared_mem
-        self._bind = bind
+        self._bind, self._follow = bind, follow
+
+    def behind(self, name: str, index: int) -> Any:
+        """The array that entry `index` of the table of addresses `name` points at, of the shape that its `Pointee`
+        declares; None for an entry of 0. Only entries that are asked for have to be right."""
+        if self._follow is None:
+            raise AttributeError(f"kernel call has no table of addresses '{name}'")
+        return self._follow(self, name, index)
 
     def __getattr__(self, name: str) -> Any:
         if self._bind is None or name.startswith("_"):
@@ -49,12 +61,22 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Pointee:
+    """What each entry of a table of device addresses points at: an array of this shape that the kernel reads, on a
+    multiple of `align` bytes."""
+
+    dtype: str
+    shape: Callable[[Call], tuple[int, ...]]
+    align: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter of a catalogued kernel.
 
     `shape` gives the elements that the launch touches, starting `offset` elements after the pointer; `access` says
     whether they are read, written or both; `align` is the byte alignment the kernel's loads need; `optional` allows
-    NULL. All four are for pointers only.
+    NULL. All four are for pointers only. `pointee` makes it a table of addresses (u64), where 0 stands for no array.
     """
 
     name: str
@@ -64,6 +86,7 @@ class ParamSpec:
     align: int = 1
     offset: Callable[[Call], int] | None = None
     optional: bool = False
+    pointee: Pointee | None = None
 
     @property
     def is_pointer(self) -> bool:
@@ -120,6 +143,11 @@ def pointer(
     """A device pointer; `align` defaults to the element size. Read-only pointers are `const`."""
     ctype = f"const {dtype}*" if access == "r" else f"{dtype}*"
     return ParamSpec(name, ctype, shape, access, align or DTYPES[dtype].itemsize, offset, optional)
+
+
+def table(name: str, length: Callable[[Call], tuple[int, ...]], pointee: Pointee) -> ParamSpec:
+    """A table of device addresses, u64 each, that the kernel reads. `Call.behind` gives what an entry points at."""
+    return ParamSpec(name, "const u64*", length, "r", 8, pointee=pointee)
 
 
 def u32(name: str) -> ParamSpec:

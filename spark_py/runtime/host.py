@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..catalog.spec import Call, KernelSpec, ParamSpec
+from ..catalog.spec import DTYPES, Call, KernelSpec, ParamSpec
 from .audit import KernelAudit
 from .checked import CheckedBackend
 from .device import Dim3, Launcher, LoadedKernel, RawDevice
@@ -249,7 +249,12 @@ class HostDevice(RawDevice):
                 raise AttributeError(f"{name} has no parameter '{parameter}'")
             return self._bind(name, call, *pointers[parameter])
 
-        call = Call(*geometry, bind)
+        def follow(call: Call, parameter: str, index: int) -> np.ndarray[Any, Any] | None:
+            if parameter not in pointers or pointers[parameter][0].pointee is None:
+                raise AttributeError(f"{name} has no table of addresses '{parameter}'")
+            return self._follow(name, call, pointers[parameter][0], index)
+
+        call = Call(*geometry, bind, follow)
         for param, value in zip(spec.params, values, strict=True):
             if param.is_pointer:
                 pointers[param.name] = param, value
@@ -277,15 +282,35 @@ class HostDevice(RawDevice):
         assert param.shape is not None
         shape = tuple(int(n) for n in param.shape(call))
         first = address + (int(param.offset(call)) if param.offset else 0) * param.dtype.itemsize
-        nbytes = math.prod(shape) * param.dtype.itemsize
-        if nbytes == 0:
-            return np.empty(shape, param.dtype)
         verb = {"r": "read", "w": "write", "rw": "read and write"}[param.access]
+        return self._array(name, param, first, shape, param.dtype, f"kernel would {verb}")
+
+    def _follow(self, name: str, call: Call, param: ParamSpec, index: int) -> np.ndarray[Any, Any] | None:
+        """The array behind an entry of a table of addresses, held to the rules of an argument."""
+        pointee = param.pointee
+        assert pointee is not None
+        address = int(getattr(call, param.name)[index])
+        if address == 0:
+            return None
+        if address % pointee.align:
+            message = f"entry {index} is {address:#x}: a multiple of {pointee.align} is needed"
+            raise ArgumentPointerError(name, message, param.name)
+        shape = tuple(int(n) for n in pointee.shape(call))
+        what = f"through entry {index} the kernel would read"
+        return self._array(name, param, address, shape, DTYPES[pointee.dtype], what)
+
+    def _array(
+        self, name: str, param: ParamSpec, first: int, shape: tuple[int, ...], dtype: np.dtype[Any], what: str
+    ) -> np.ndarray[Any, Any]:
+        """An array over the memory from `first`, read-only where the kernel only reads."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return np.empty(shape, dtype)
         try:
-            self.ledger.check_range(first, nbytes, f"kernel would {verb}")
+            self.ledger.check_range(first, nbytes, what)
         except PointerError as error:
             raise ArgumentPointerError(name, str(error), param.name) from None
-        array = array_at(first, shape, param.dtype)
+        array = array_at(first, shape, dtype)
         array.flags.writeable = param.access != "r"
         return array
 

@@ -5,7 +5,7 @@ The plugin (`spark_py.testing.plugin`) gives the fixtures `gpu`, `rng` and `kern
 `--kernels` and `--seed`.
 """
 
-from .case import Alias, Argument, Case, Difference, KernelCase, Poisoned, run_case
+from .case import Alias, Argument, Case, Difference, KernelCase, Poisoned, Table, run_case
 from .compare import (
     Bound,
     assert_rounds,
@@ -58,6 +58,7 @@ __all__ = [
     "Output",
     "Poisoned",
     "Subnormal",
+    "Table",
     "Ties",
     "WithNan",
     "alloc_or_skip",

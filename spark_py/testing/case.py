@@ -22,7 +22,19 @@ from .inputs import BF16, Array, Distribution
 from .memory import POISON, Output
 from .writer import writing_block
 
-__all__ = ["Alias", "Argument", "Case", "Difference", "Draw", "KernelCase", "Poisoned", "Tag", "run_case", "written_by"]
+__all__ = [
+    "Alias",
+    "Argument",
+    "Case",
+    "Difference",
+    "Draw",
+    "KernelCase",
+    "Poisoned",
+    "Table",
+    "Tag",
+    "run_case",
+    "written_by",
+]
 
 Tag = Literal["abi", "numeric", "decision"]
 
@@ -42,7 +54,14 @@ class Alias:
     name: str
 
 
-Argument: TypeAlias = "int | float | Array | Poisoned | Alias | Distribution | None"
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of device addresses: each entry points at a buffer of its own with that content, None is address 0."""
+
+    entries: Sequence[Array | None]
+
+
+Argument: TypeAlias = "int | float | Array | Poisoned | Alias | Table | Distribution | None"
 """A scalar, NULL, the content of a buffer, or how to make it. A distribution is drawn in the catalogue's shape."""
 
 Draw: TypeAlias = "Callable[[np.random.Generator], Mapping[str, Argument]]"
@@ -103,8 +122,10 @@ def _catalogue_call(
     grid: Dim3,
     block: Dim3,
     shared: int,
+    tables: Mapping[str, Sequence[Array | None]],
 ) -> Call:
-    """A call whose pointers are views of `arrays`, of the shape and offset that the catalogue gives them."""
+    """A call whose pointers are views of `arrays`, of the shape and offset that the catalogue gives them. What tables
+    of addresses point at is in `tables`."""
     params = {param.name: param for param in spec.params if param.is_pointer}
 
     def bind(call: Call, name: str) -> Any:
@@ -119,15 +140,20 @@ def _catalogue_call(
         first = int(param.offset(call)) if param.offset else 0
         return array.reshape(-1)[first : first + int(np.prod(shape))].reshape(shape)
 
-    call = Call(grid, block, shared, bind)
+    def follow(call: Call, name: str, index: int) -> Any:
+        pointee = params[name].pointee
+        if pointee is None:
+            raise AttributeError(f"{spec.module}::{spec.function} has no table of addresses '{name}'")
+        entry = tables[name][index]
+        return None if entry is None else entry.reshape(tuple(int(n) for n in pointee.shape(call)))
+
+    call = Call(grid, block, shared, bind, follow)
     for name, value in scalars.items():
         setattr(call, name, value)
     return call
 
 
-def _plain_call(
-    scalars: Mapping[str, Any], arrays: Mapping[str, Array | None], grid: Dim3, block: Dim3, shared: int
-) -> Call:
+def _plain_call(scalars: Mapping[str, Any], arrays: Mapping[str, Any], grid: Dim3, block: Dim3, shared: int) -> Call:
     call = Call(grid, block, shared)
     for name, value in (*scalars.items(), *arrays.items()):
         setattr(call, name, value)
@@ -149,6 +175,8 @@ class _Launch:
         self.scalars: dict[str, Any] = {}
         self.buffers: dict[str, _Buffer | None] = {}
         self.aliases: dict[str, str] = {}
+        self.tables: dict[str, Sequence[Array | None]] = {}
+        self._entries: list[tuple[str, Array, Output]] = []
         self._grid: Dim3 = (1, 1, 1)
         self._fire: Callable[[Dim3], None] = lambda grid: None
 
@@ -193,6 +221,9 @@ class _Launch:
             value = arguments.get(name)
             if isinstance(value, Alias):
                 self.aliases[name] = value.name
+            elif isinstance(value, Table):
+                self.tables[name] = value.entries
+                contents[name] = np.zeros(len(value.entries), np.uint64)  # the addresses come with the buffers
             elif isinstance(value, np.ndarray):
                 contents[name] = np.ascontiguousarray(value)
             elif isinstance(value, Poisoned):
@@ -210,7 +241,7 @@ class _Launch:
             if param is None or param.shape is None:
                 raise InvalidArgumentError(name, arguments.get(name), "a shape is needed: an array or Poisoned(shape)")
             assert self.spec is not None
-            call = _catalogue_call(self.spec, self.scalars, shared, grid, (1, 1, 1), 0)
+            call = _catalogue_call(self.spec, self.scalars, shared, grid, (1, 1, 1), 0, self.tables)
             shape = tuple(int(n) for n in param.shape(call))
             value = arguments.get(name)
             made = _poison(shape, param.dtype) if value is None else value(rng, shape, param.dtype)  # type: ignore[operator]
@@ -221,6 +252,8 @@ class _Launch:
             written = not accesses or any(accesses[user].access != "r" for user in users)
             if content is not None and param is not None and content.dtype != param.dtype:
                 raise InvalidArgumentError(name, content.dtype, f"{self.name} has {param.dtype} there")
+            if param is not None and param.pointee is not None and name not in self.tables:
+                raise InvalidArgumentError(name, type(arguments.get(name)).__name__, "a Table of arrays is needed")
             self.buffers[name] = None if content is None else _Buffer(content, written)
 
     def arrays(self, copy: bool) -> dict[str, Array | None]:
@@ -234,6 +267,7 @@ class _Launch:
     def run(self, names: Sequence[str], grid: Dim3, block: Dim3, shared: int, shift: int) -> None:
         """Copy in, launch, wait."""
         align = {p.name: p.align for p in self.spec.params} if self.spec is not None else {}
+        self._upload_entries()
         pointers: dict[str, DevicePtr] = {}
         for name, buffer in self.buffers.items():
             if buffer is None:
@@ -268,6 +302,19 @@ class _Launch:
         self._grid, self._fire = grid, fire
         fire(grid)
 
+    def _upload_entries(self) -> None:
+        """The buffers that tables point at, each ending where its allocation ends; their addresses go to the tables."""
+        for name, entries in self.tables.items():
+            table = self.buffers[name]
+            assert table is not None
+            for index, content in enumerate(entries):
+                if content is None:
+                    continue
+                label = f"{name}[{index}]"
+                device = Output(self.gpu, content.shape, content.dtype, content, guard=False, label=label)
+                self._entries.append((label, content, device))
+                table.before[index] = device.ptr.address
+
     def compare(
         self, expected: Mapping[str, Array | None], bounds: Mapping[str, Bound], call: Call
     ) -> list[Difference]:
@@ -288,6 +335,10 @@ class _Launch:
             wrong = bound.difference(got, want.reshape(got.shape), call)
             if wrong is not None:
                 found.append(Difference(self.name, name, wrong.text + self._origin(name, got, wrong.at)))
+        for label, content, device in self._entries:
+            wrong = bits().difference(device.read(), content, call)
+            if wrong is not None:
+                found.append(Difference(self.name, label, wrong.text))
         return found
 
     def _origin(self, name: str, got: Array, at: int) -> str:
@@ -316,6 +367,8 @@ class _Launch:
 
     def release(self) -> None:
         """Free the buffers."""
+        for _, _, device in self._entries:
+            self.gpu.free(device.base)
         for buffer in self.buffers.values():
             if buffer is not None and buffer.device is not None:
                 self.gpu.free(buffer.device.base)
@@ -331,10 +384,10 @@ def _launched(
         arguments = case.arguments(rng)
         names = launch.order(arguments)
         launch.make(arguments, names, rng, case.grid)
-        sketch = _catalogue_call(spec, launch.scalars, launch.arrays(False), case.grid, (1, 1, 1), 0)
+        sketch = _catalogue_call(spec, launch.scalars, launch.arrays(False), case.grid, (1, 1, 1), 0, launch.tables)
         geometry = spec.geometry(sketch)
         launch.run(names, *geometry, case.shift)
-        yield launch, lambda arrays: _catalogue_call(spec, launch.scalars, arrays, *geometry)
+        yield launch, lambda arrays: _catalogue_call(spec, launch.scalars, arrays, *geometry, launch.tables)
     finally:
         launch.release()
 
@@ -390,8 +443,9 @@ class KernelCase:
 
         Without `reference` the kernel must be in the catalogue, which then gives the expectation, the geometry (`grid`
         carries row counts alone) and the shapes of outputs. `reference(**arguments)` gets every argument by name, as
-        NumPy arrays and numbers, and returns the expected array of the one parameter in `bounds`, or a mapping from
-        parameter to array; parameters that it leaves out must not change. Returns the outputs.
+        NumPy arrays and numbers (a Table as its entries), and returns the expected array of the one parameter in
+        `bounds`, or a mapping from parameter to array; parameters that it leaves out must not change. Returns the
+        outputs.
         """
         spec = find(module, function) if reference is None else None
         if reference is None and spec is None:
@@ -405,18 +459,19 @@ class KernelCase:
                 raise InvalidArgumentError("bounds", unknown, f"{launch.name} takes {', '.join(names)}")
             geometry = _dims(grid), _dims(block), shared
             if spec is not None:
-                sketch = _catalogue_call(spec, launch.scalars, launch.arrays(False), _dims(grid), (1, 1, 1), 0)
+                arrays, tables = launch.arrays(False), launch.tables
+                sketch = _catalogue_call(spec, launch.scalars, arrays, _dims(grid), (1, 1, 1), 0, tables)
                 geometry = spec.geometry(sketch)
             launch.run(names, *geometry, shift)
             expected = launch.arrays(copy=True)
             with np.errstate(all="ignore"):
                 if spec is not None:
-                    spec.run(_catalogue_call(spec, launch.scalars, expected, *geometry))
-                    before = _catalogue_call(spec, launch.scalars, launch.arrays(False), *geometry)
+                    spec.run(_catalogue_call(spec, launch.scalars, expected, *geometry, launch.tables))
+                    before = _catalogue_call(spec, launch.scalars, launch.arrays(False), *geometry, launch.tables)
                 else:
                     assert reference is not None
                     _apply(reference, launch, expected, bounds)
-                    before = _plain_call(launch.scalars, launch.arrays(False), *geometry)
+                    before = _plain_call(launch.scalars, launch.arrays(False) | launch.tables, *geometry)
                 found = launch.compare(expected, bounds, before)
             assert not found, "\n".join(map(str, found))
             return {
@@ -432,7 +487,7 @@ def _apply(
     reference: Reference, launch: _Launch, expected: dict[str, Array | None], bounds: Mapping[str, Bound]
 ) -> None:
     """Put what a user's reference returns where the kernel would."""
-    result = reference(**launch.scalars, **launch.arrays(copy=True))
+    result = reference(**launch.scalars, **(launch.arrays(copy=True) | launch.tables))
     if not isinstance(result, Mapping):
         if len(bounds) != 1:
             raise InvalidArgumentError("bounds", sorted(bounds), "with several outputs the reference returns a mapping")
