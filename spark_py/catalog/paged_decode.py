@@ -20,19 +20,21 @@ HEAD_STEP = 32
 MAX_HEAD_DIM = 512
 
 
-def _geometry(c: Call) -> tuple[Dim3, Dim3, int]:
+def geometry(c: Call) -> tuple[Dim3, Dim3, int]:
+    """One block of 256 threads a query head and sequence."""
     return (c.num_q_heads, c.grid[1], 1), (256, 1, 1), 0
 
 
-def _blocks_in_use(c: Call) -> Iterator[np.ndarray[Any, Any]]:
+def blocks_in_use(c: Call, sliding_window: int = 0) -> Iterator[np.ndarray[Any, Any]]:
     """For each sequence that has any, the block ids of the positions it sees."""
     for row, length in zip(c.block_tables, c.seq_lens.tolist(), strict=True):
         if length > 0:
-            first = reference.window_start(length, c.sliding_window) // c.block_size
+            first = reference.window_start(length, sliding_window) // c.block_size
             yield row[first : ceil_div(length, c.block_size)]
 
 
-def _preconditions(c: Call) -> None:
+def check(c: Call, sliding_window: int = 0) -> None:
+    """ValueError for numbers that no kernel of this kind takes, and for lengths and block ids that cannot be."""
     if c.head_dim % HEAD_STEP or not HEAD_STEP <= c.head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {c.head_dim}: a multiple of {HEAD_STEP} up to {MAX_HEAD_DIM} is needed")
     if c.num_kv_heads == 0 or c.num_q_heads % c.num_kv_heads:
@@ -43,29 +45,37 @@ def _preconditions(c: Call) -> None:
     if longest > c.max_blocks_per_seq * c.block_size:
         room = f"{c.max_blocks_per_seq} blocks of {c.block_size}"
         raise ValueError(f"seq_lens holds {longest}, more positions than the {room} of a block table")
-    for sequence, blocks in enumerate(_blocks_in_use(c)):
+    for sequence, blocks in enumerate(blocks_in_use(c, sliding_window)):
         if blocks.min() < 0:
             raise ValueError(f"block_tables names block {blocks.min()} in row {sequence} of those in use")
 
 
+def largest_block(c: Call, sliding_window: int = 0) -> int:
+    """The largest block id in use; -1 where there is none."""
+    return max((int(blocks.max()) for blocks in blocks_in_use(c, sliding_window)), default=-1)
+
+
 def _cache(c: Call) -> tuple[int, ...]:
     """[largest block + 1, block_size, nkv, hd]: a view, so blocks that no sequence names cost nothing."""
-    largest = max((int(blocks.max()) for blocks in _blocks_in_use(c)), default=-1)
-    return largest + 1, c.block_size, c.num_kv_heads, c.head_dim
+    return largest_block(c, c.sliding_window) + 1, c.block_size, c.num_kv_heads, c.head_dim
 
 
-def _queries(c: Call) -> tuple[int, ...]:
+def queries_touched(c: Call) -> tuple[int, ...]:
     """What the rows touch, seen flat: the padding after the last one is not part of it."""
     return ((c.grid[1] - 1) * c.q_stride + c.num_q_heads * c.head_dim,)
 
 
-def _paged_decode_attn(c: Call) -> None:
+def queries(c: Call) -> np.ndarray[Any, Any]:
+    """The query rows [S, nq, hd]: a view."""
     step = c.Q.itemsize
     shape = (c.grid[1], c.num_q_heads, c.head_dim)
     strides = (c.q_stride * step, c.head_dim * step, step)
-    query: np.ndarray[Any, Any] = np.lib.stride_tricks.as_strided(c.Q, shape, strides, writeable=False)
+    return np.lib.stride_tricks.as_strided(c.Q, shape, strides, writeable=False)
+
+
+def _paged_decode_attn(c: Call) -> None:
     reference.paged_decode_attn(
-        query, c.K_cache, c.V_cache, c.O, c.block_tables, c.seq_lens, c.inv_sqrt_d, c.sliding_window
+        queries(c), c.K_cache, c.V_cache, c.O, c.block_tables, c.seq_lens, c.inv_sqrt_d, c.sliding_window
     )
 
 
@@ -74,7 +84,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         module="paged_decode",
         function="paged_decode_attn",
         params=(
-            pointer("Q", "bf16", "r", _queries),
+            pointer("Q", "bf16", "r", queries_touched),
             pointer("K_cache", "bf16", "r", _cache, align=WIDE_LOAD),
             pointer("V_cache", "bf16", "r", _cache, align=WIDE_LOAD),
             pointer("O", "bf16", "w", lambda c: (c.grid[1], c.num_q_heads, c.head_dim)),
@@ -91,10 +101,10 @@ KERNELS: tuple[KernelSpec, ...] = (
         ),
         grid_text="(num_q_heads, sequences, 1)",
         block_text="(256, 1, 1)",
-        geometry=_geometry,
+        geometry=geometry,
         reference=reference.paged_decode_attn,
         run=_paged_decode_attn,
         shared_bytes=8256,
-        preconditions=_preconditions,
+        preconditions=lambda c: check(c, c.sliding_window),
     ),
 )

@@ -11,6 +11,7 @@ from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr
 
 U32_MAX = 2**32 - 1
+U64_MAX = 2**64 - 1
 
 
 class HasWeight(Protocol):
@@ -41,6 +42,14 @@ def multiple_of(name: str, value: int, step: int, why: str) -> int:
     if number % step:
         raise InvalidArgumentError(name, value, f"a multiple of {step} is needed: {why}")
     return number
+
+
+def block_stride(name: str, value: int, dense: int) -> int:
+    """`value` if it is an integer from `dense`, a block's elements, to 2**64 - 1; InvalidArgumentError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not dense <= value <= U64_MAX:
+        limit = f"at least block_size * num_kv_heads * head_dim = {dense} elements are needed, {U64_MAX} at most"
+        raise InvalidArgumentError(name, value, limit)
+    return int(value)
 
 
 def epsilon(value: float) -> float:

@@ -14,6 +14,17 @@ HEAD_STEP = 32
 MAX_HEAD_DIM = 512
 
 
+def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, q_stride: int) -> None:
+    """InvalidArgumentError for heads or rows of queries that the kernels do not take."""
+    if count("head_dim", head_dim) % HEAD_STEP or head_dim > MAX_HEAD_DIM:
+        raise InvalidArgumentError("head_dim", head_dim, f"a multiple of {HEAD_STEP} up to {MAX_HEAD_DIM} is needed")
+    if count("num_q_heads", num_q_heads) % count("num_kv_heads", num_kv_heads):
+        raise InvalidArgumentError("num_q_heads", num_q_heads, f"a multiple of num_kv_heads = {num_kv_heads} is needed")
+    if count("q_stride", q_stride) < num_q_heads * head_dim:
+        limit = f"at least num_q_heads * head_dim = {num_q_heads * head_dim} is needed"
+        raise InvalidArgumentError("q_stride", q_stride, limit)
+
+
 def paged_decode_attn(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -41,13 +52,7 @@ def paged_decode_attn(
     sliding_window: how many of the last positions are seen, 0 for all. A sequence of length 0 leaves its rows of output
     as they are. `kernel` is `paged_decode::paged_decode_attn`; head_dim is a multiple of 32, 512 at most.
     """
-    if count("head_dim", head_dim) % HEAD_STEP or head_dim > MAX_HEAD_DIM:
-        raise InvalidArgumentError("head_dim", head_dim, f"a multiple of {HEAD_STEP} up to {MAX_HEAD_DIM} is needed")
-    if count("num_q_heads", num_q_heads) % count("num_kv_heads", num_kv_heads):
-        raise InvalidArgumentError("num_q_heads", num_q_heads, f"a multiple of num_kv_heads = {num_kv_heads} is needed")
-    if count("q_stride", q_stride) < num_q_heads * head_dim:
-        limit = f"at least num_q_heads * head_dim = {num_q_heads * head_dim} is needed"
-        raise InvalidArgumentError("q_stride", q_stride, limit)
+    check_heads(num_q_heads, num_kv_heads, head_dim, q_stride)
     if sliding_window != 0:
         count("sliding_window", sliding_window)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -47,11 +47,11 @@ def folding_sum(values: F32Array) -> F32Array:
     return total
 
 
-def attend(query: Bf16Array, keys: Bf16Array, values: Bf16Array, scale: float) -> Bf16Array:
+def attend(query: Bf16Array, keys: Bf16Array, values: Bf16Array, scale: float, output_scale: float = 1.0) -> Bf16Array:
     """Attention of one sequence: BF16 [nq, hd] over BF16 [n, nkv, hd], n >= 1, gives BF16 [nq, hd].
 
-    Query head h reads cache head h // (nq // nkv). All in FP32, rounded at the end. A row whose weights are all zero
-    (scores of -Inf, or far below -1e30) gives 0.
+    Query head h reads cache head h // (nq // nkv). All in FP32, the result times output_scale rounded at the end. A row
+    whose weights are all zero (scores of -Inf, or far below -1e30) gives 0.
     """
     heads, size = query.shape
     group = heads // keys.shape[1]
@@ -63,7 +63,8 @@ def attend(query: Bf16Array, keys: Bf16Array, values: Bf16Array, scale: float) -
             weights = np.exp(seen - np.fmax.reduce(seen, axis=0, initial=LOWEST))
             sums = folding_sum(weights[:, :, None] * to_f32(values[:, head])[:, None, :])
             total = folding_sum(weights)[:, None]
-            result[mine] = to_bf16(np.where(total == 0.0, np.float32(0.0), sums / total))
+            mean = np.where(total == 0.0, np.float32(0.0), sums / total)
+            result[mine] = to_bf16(mean * np.float32(output_scale))
     return result
 
 

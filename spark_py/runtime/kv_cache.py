@@ -162,7 +162,7 @@ class PagedKvCache(BlockPool):
         """Set both scales of an FP8 layer, rounded to FP32. InvalidArgumentError unless they are positive and finite
         in FP32, reciprocals included, since kernels multiply by them. Set them before the first write."""
         self.fp8_scales(layer)
-        self._scales[layer] = KvScales(_fp8_scale("k_scale", k_scale), _fp8_scale("v_scale", v_scale))
+        self._scales[layer] = KvScales(fp8_scale("k_scale", k_scale), fp8_scale("v_scale", v_scale))
 
     # ------------------------------------------------------------ content
 
@@ -262,7 +262,9 @@ def _nbytes(side: Buffer) -> int:
     return side.nbytes if isinstance(side, np.ndarray) else memoryview(side).nbytes
 
 
-def _fp8_scale(name: str, value: float) -> float:
+def fp8_scale(name: str, value: float) -> float:
+    """`value` as FP32, for a scale that kernels multiply by, itself or its reciprocal; InvalidArgumentError unless both
+    are finite and above 0."""
     limit = "a finite number above 0 is needed, also as FP32 and as its reciprocal"
     if isinstance(value, (bool, np.bool_)):
         raise InvalidArgumentError(name, value, limit)

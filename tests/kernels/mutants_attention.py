@@ -71,7 +71,8 @@ ROPE: tuple[Mutant, ...] = (
 )
 
 _CACHE = "reshape_and_cache::reshape_and_cache_flash"
-_SKIP_CU = "if (slot < 0) {"
+_SLOT_CU = "value_stride) {\n    const long long slot = slot_mapping[blockIdx.x];"
+_SKIP_CU = _SLOT_CU + "\n    if (slot < 0) {"
 _ROW_PY = "target[slots[kept]] = rows.view(np.uint16)[kept]"
 
 CACHE: tuple[Mutant, ...] = (
@@ -80,15 +81,15 @@ CACHE: tuple[Mutant, ...] = (
         "a negative slot is slot 0",
         cu=Patch(
             "reshape_and_cache.cu",
-            "const long long slot = slot_mapping[blockIdx.x];",
-            "const long long slot = slot_mapping[blockIdx.x] < 0 ? 0 : slot_mapping[blockIdx.x];",
+            _SLOT_CU,
+            _SLOT_CU.replace("];", "] < 0 ? 0 : slot_mapping[blockIdx.x];"),
         ),
         py=Patch("reshape_and_cache.py", _ROW_PY, "target[np.maximum(slots, 0)] = rows.view(np.uint16)"),
     ),
     Mutant(
         _CACHE,
         "slot 0 skipped",
-        cu=Patch("reshape_and_cache.cu", _SKIP_CU, "if (slot <= 0) {"),
+        cu=Patch("reshape_and_cache.cu", _SKIP_CU, _SKIP_CU.replace("<", "<=")),
         py=Patch("reshape_and_cache.py", "kept = slots >= 0", "kept = slots > 0"),
     ),
     Mutant(
@@ -103,7 +104,9 @@ CACHE: tuple[Mutant, ...] = (
     Mutant(
         _CACHE,
         "value rows by the stride of keys",
-        cu=Patch("reshape_and_cache.cu", "value + token * value_stride", "value + token * key_stride"),
+        cu=Patch(
+            "reshape_and_cache.cu", "copy_row(value + token * value_stride", "copy_row(value + token * key_stride"
+        ),
     ),
     Mutant(
         _CACHE,
@@ -164,7 +167,7 @@ _WINDOW_PY = "return length - sliding_window if 0 < sliding_window < length else
 _EMPTY_CU = "    if (length <= 0) {\n        return;\n    }\n"
 _EMPTY_PY = "        if length <= 0:\n            continue\n"
 _SCALED_CU = "? sum_everywhere(dot) * scale :"
-_TOTAL_PY = "to_bf16(np.where(total == 0.0, np.float32(0.0), sums / total))"
+_TOTAL_PY = "mean = np.where(total == 0.0, np.float32(0.0), sums / total)"
 _POSITIONS_PY = "positions = np.arange(window_start(length, sliding_window), length)"
 _ATTEND_CU = "const size_t cache_head = head / (num_q_heads / num_kv_heads);"
 _SHARE_CU = "share[w] = expf(tops[w] - top);"
@@ -236,7 +239,7 @@ DECODE: tuple[Mutant, ...] = (
         _DECODE,
         "score rounded to BF16",
         cu=Patch(
-            "paged_decode.cu",
+            "paged_decode.cuh",
             _SCALED_CU,
             "? __bfloat162float(__float2bfloat16_rn(sum_everywhere(dot) * scale)) :",
         ),
@@ -246,7 +249,7 @@ DECODE: tuple[Mutant, ...] = (
         _DECODE,
         "weights rounded to BF16",
         cu=Patch(
-            "paged_decode.cu",
+            "paged_decode.cuh",
             "? expf(score[j] - highest) :",
             "? __bfloat162float(__float2bfloat16_rn(expf(score[j] - highest))) :",
         ),
@@ -269,17 +272,17 @@ DECODE: tuple[Mutant, ...] = (
     Mutant(
         _DECODE,
         "warps merged as if their maxima were one",
-        cu=Patch("paged_decode.cu", _SHARE_CU, "share[w] = 1.0f;"),
+        cu=Patch("paged_decode.cuh", _SHARE_CU, "share[w] = 1.0f;"),
     ),
     Mutant(
         _DECODE,
         "older sums not faded when the maximum grows",
-        cu=Patch("paged_decode.cu", "output[i] = output[i] * faded;", "output[i] = output[i] * 1.0f;"),
+        cu=Patch("paged_decode.cuh", "output[i] = output[i] * faded;", "output[i] = output[i] * 1.0f;"),
     ),
     Mutant(
         _DECODE,
         "divided before the last rounding but one",
-        py=Patch("paged_decode.py", _TOTAL_PY, "to_bf16(to_f32(to_bf16(sums)) / total)"),
+        py=Patch("paged_decode.py", _TOTAL_PY, "mean = to_f32(to_bf16(sums)) / total"),
     ),
     Mutant(
         _DECODE,
