@@ -15,7 +15,8 @@ GPU_OUTPUT ?= docs/gpu
 help:
 	@echo 'make demo    run the demo (installs the base package)'
 	@echo 'make test    run the tests without a GPU (installs the cuda12 and test extras)'
-	@echo 'make emulated   the kernel tests alone, with the .cu files compiled for the CPU (needs g++ 12 or newer; in make test)'
+	@echo 'make emulated   the kernel tests alone, with the .cu files compiled for the CPU, fast and checked; mutants checked'
+	@echo '                (needs g++ 12 or newer; in make test)'
 	@echo 'make lint    ruff: rules and format        make types   mypy --strict'
 	@echo 'make check   lint, types and test          make format  let ruff rewrite'
 	@echo 'make gpu     run tests, compute-sanitizer and benchmark on a GPU, results in $(GPU_OUTPUT)'
@@ -30,7 +31,8 @@ test: $(VENV)/.dev
 	  else echo 'no C++ compiler: the .cu files were not run on the CPU; spark-py doctor has the cure'; fi
 
 emulated: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated tests/kernels
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated --deselect tests/kernels/test_mutants.py tests/kernels
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked tests/kernels
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
