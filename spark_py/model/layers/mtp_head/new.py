@@ -142,7 +142,7 @@ class MtpHeadNew:
         self._owned: list[DevicePtr] = []
         try:
             self.draft_token_id_dev = self._alloc("draft_token_id", 4)
-            if levers.drafter_prefill or levers.refeed:
+            if levers.feeds_drafter:
                 sizes = MtpPrefillScratch.sizes(PREFILL_CHUNK, h, nq, nkv, hd)
                 scratch = {name: self._alloc(f"prefill.{name}", nbytes) for name, nbytes in sizes.items()}
                 self.prefill_scratch = MtpPrefillScratch(**scratch)
