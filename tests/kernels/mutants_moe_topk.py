@@ -92,8 +92,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         _BATCHED,
-        "indices of tokens 32 apart",
-        cu=Patch(_CU, "expert_indices + token * top_k", "expert_indices + token * SPARK_WARP"),
+        "indices of tokens one too far apart",
+        cu=Patch(_CU, "expert_indices + token * top_k", "expert_indices + token * (top_k + 1u)"),
     ),
     Mutant(
         _BATCHED,

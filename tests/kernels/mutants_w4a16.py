@@ -193,10 +193,10 @@ MUTANTS: tuple[Mutant, ...] = (
     _cu(_RT2, "four rows at most", _BATCH_CU, "spark_w4_block<8u, 4u, 8u>", "spark_w4_block<4u, 4u, 8u>"),
     _cu(
         _RT2,
-        "always eight rows",
+        "a row too many",
         _BATCH_CU,
         "spark_w4_block<8u, 4u, 8u>(A, B_packed, B_scale, scale2, C, M,",
-        "spark_w4_block<8u, 4u, 8u>(A, B_packed, B_scale, scale2, C, 8u,",
+        "spark_w4_block<8u, 4u, 8u>(A, B_packed, B_scale, scale2, C, M < 8u ? M + 1u : M,",
     ),
     _cu(
         _RT2,
@@ -208,10 +208,10 @@ MUTANTS: tuple[Mutant, ...] = (
     _cu(_BATCH32, "16 rows at most", _BATCH_CU, "spark_w4_block<32u, 4u, 4u>", "spark_w4_block<16u, 4u, 4u>"),
     _cu(
         _BATCH32,
-        "always 32 rows",
+        "a row too many",
         _BATCH_CU,
         "spark_w4_block<32u, 4u, 4u>(A, B_packed, B_scale, scale2, C, M,",
-        "spark_w4_block<32u, 4u, 4u>(A, B_packed, B_scale, scale2, C, 32u,",
+        "spark_w4_block<32u, 4u, 4u>(A, B_packed, B_scale, scale2, C, M < 32u ? M + 1u : M,",
     ),
     _cu(
         _BATCH32,
