@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Trains the demo checkpoint: a small Qwen3-Next with an MTP layer, on the standard library's own sources.
+"""Trains a demo checkpoint: a small Qwen3-Next with an MTP layer, on the standard library's own sources.
 
-    python tools/train_demo.py --output spark_py/demo_models/python_stdlib
+    python tools/train_demo.py --output spark_py/demo_models/qwen3_next
+    python tools/train_demo.py --output spark_py/demo_models/qwen3_next_moe --family qwen3_next_moe
     python tools/train_demo.py --output /tmp/quick --quick      # seconds on a CPU; goes through every step
     python tools/train_demo.py --output FOLDER --verify         # compares a finished folder with transformers
 
@@ -31,7 +32,7 @@ import tokenizers
 import torch
 from demo_training import card, corpus, evaluate, files
 from demo_training.model import DemoModel
-from demo_training.settings import FOLDER_LIMIT, QUICK, Settings
+from demo_training.settings import FAMILIES, FOLDER_LIMIT, QUICK_FAMILIES, Settings
 from demo_training.train import PROMPT, Trainer
 
 
@@ -79,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         part: evaluate.agreement(saved.to(device), streams[part], settings.validation_rows)
         for part in ("validation", "held-out")
     }
+    if settings.experts:
+        metrics["expert_shares"] = evaluate.expert_shares(saved, streams["held-out"], settings.validation_rows)
     outputs = measure(saved.cpu(), prompts, settings, metrics)
     metrics["verify"] = files.verify(args.output, saved, prompts[0].ids)
     metrics["seconds"] = time.monotonic() - started
@@ -96,7 +99,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--device", help="torch device (default: cuda where there is one, else cpu)")
     parser.add_argument("--stdlib", type=Path, help="folder of another CPython's standard library, as the corpus")
     parser.add_argument("--stdlib-python", metavar="VERSION", help="the version of --stdlib")
-    group = parser.add_argument_group("settings", "defaults are in demo_training/settings.py")
+    parser.add_argument("--family", choices=list(FAMILIES), default="qwen3_next", help="default: %(default)s")
+    group = parser.add_argument_group("settings", "defaults, of each family, are in demo_training/settings.py")
     for name, default in dataclasses.asdict(Settings()).items():
         group.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=None, metavar="N")
     args = parser.parse_args(argv)
@@ -105,7 +109,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Settings]:
     if args.stdlib is not None and not args.stdlib.is_dir():
         parser.error(f"--stdlib {args.stdlib}: no such folder")
     chosen = {f.name: v for f in dataclasses.fields(Settings) if (v := getattr(args, f.name)) is not None}
-    return args, dataclasses.replace(QUICK if args.quick else Settings(), **chosen)
+    return args, dataclasses.replace((QUICK_FAMILIES if args.quick else FAMILIES)[args.family], **chosen)
 
 
 def describe_corpus(sources: list[corpus.SourceFile], streams: dict[str, list[int]], python: str) -> dict[str, Any]:

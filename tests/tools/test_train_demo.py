@@ -20,12 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))  # as when the script is run
 
 from demo_training import corpus, evaluate  # noqa: E402
-from demo_training.model import DemoModel, KvCache  # noqa: E402
-from demo_training.settings import QUICK  # noqa: E402
+from demo_training.model import DemoModel, KvCache, MixtureOfExperts, balance  # noqa: E402
+from demo_training.settings import FAMILIES, FOLDER_LIMIT, QUICK, QUICK_FAMILIES  # noqa: E402
 from demo_training.train import CHAIN, PROMPT, Trainer, draft_outputs  # noqa: E402
 
 SETTINGS = dataclasses.replace(
     QUICK, vocab=16, hidden=32, ffn=64, window=128, steps=40, distill_steps=10, lr=5e-3, dropout=0.0, validate_every=10
+)
+EXPERTS = dataclasses.replace(
+    SETTINGS, ffn=0, experts=4, experts_per_token=2, expert_ffn=16, shared_ffn=24, balance=0.01, chain_step=2
 )
 END = SETTINGS.vocab  # no token: nothing ends early
 
@@ -40,10 +43,10 @@ def noisy_stream(seed: int, length: int) -> Any:
     return torch.tensor(tokens)
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Trainer:
+@pytest.fixture(scope="module", params=[SETTINGS, EXPERTS], ids=["dense", "experts"])
+def trainer(request: pytest.FixtureRequest) -> Trainer:
     torch.set_num_threads(1)  # products this small only wait for a second thread
-    model = DemoModel(SETTINGS)
+    model = DemoModel(request.param)
     model.initialise(torch.Generator().manual_seed(7))
     prompts = noisy_stream(3, PROMPT * SETTINGS.validation_rows).view(-1, PROMPT)
     made = Trainer(model, noisy_stream(1, 20_000), noisy_stream(2, 2_000), prompts)
@@ -93,6 +96,84 @@ def test_training_sees_the_chains_that_decoding_runs(model: DemoModel) -> None:
         for j in range(CHAIN):
             state = drafter.append([ids[base + 1 + j]], state, base + 1 + j)
             torch.testing.assert_close(state[0], together[j][0, base], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_chains_at_some_bases_are_those_of_all(model: DemoModel) -> None:
+    ids = torch.tensor([prompt_ids(3, 30), prompt_ids(4, 30)])
+    hidden = model.hidden(ids)
+    whole = draft_outputs(model, ids, hidden)
+    for bases in (slice(0, None, 4), slice(3, None, 4), slice(1, None, 2)):
+        for j, part in enumerate(draft_outputs(model, ids, hidden, bases)):
+            wanted = whole[j] if j == 0 else whole[j][:, bases]
+            torch.testing.assert_close(part, wanted, rtol=1e-4, atol=1e-5)
+
+
+def experts_layer() -> Any:
+    layer = MixtureOfExperts(EXPERTS)
+    generator = torch.Generator().manual_seed(11)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
+    return layer
+
+
+@torch.no_grad()
+def test_experts_are_the_chosen_ones_weighted() -> None:
+    layer = experts_layer()
+    x = torch.randn(3, 5, EXPERTS.hidden, generator=torch.Generator().manual_seed(12))
+    found = layer(x)
+    gates, downs = layer.experts.gate_up_proj, layer.experts.down_proj
+    for row, got in zip(x.flatten(0, 1), found.flatten(0, 1), strict=True):
+        odds = (layer.gate.weight @ row).exp()
+        best = sorted(range(EXPERTS.experts), key=lambda e: -float(odds[e]))[: EXPERTS.experts_per_token]
+        wanted = torch.sigmoid(layer.shared_expert_gate.weight @ row) * layer.shared_expert(row)
+        for e in best:
+            gate, up = (gates[e] @ row).chunk(2)
+            inner = torch.nn.functional.silu(gate) * up
+            wanted = wanted + odds[e] / odds[best].sum() * (downs[e] @ inner)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_balance_is_least_where_experts_are_used_alike() -> None:
+    odds = torch.eye(4)[torch.arange(8) % 4] * 0.4 + torch.eye(4)[(torch.arange(8) + 1) % 4] * 0.4 + 0.05
+    mask = odds > 0.1
+    assert float(balance(odds, mask)) == pytest.approx(2.0)
+    one = odds[:1].expand(8, 4)
+    assert float(balance(one, one > 0.1)) == pytest.approx(4 * 2 * 0.45)
+
+
+def test_balance_is_that_of_transformers() -> None:
+    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next", reason="needs transformers")
+    logits = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
+    odds = logits.softmax(-1)
+    mask = (odds.topk(2).indices[..., None] == torch.arange(8)).any(-2)
+    wanted = theirs.load_balancing_loss_func((logits,), 8, 2)
+    torch.testing.assert_close(balance(odds, mask), wanted)
+
+
+def test_tensors_of_experts_are_taken_apart_and_put_together() -> None:
+    model, other = DemoModel(EXPERTS), DemoModel(EXPERTS)
+    model.initialise(torch.Generator().manual_seed(3))
+    found = model.tensors()
+    prefix = "mtp.layers.0.mlp.experts."
+    assert found[f"{prefix}3.gate_proj.weight"].shape == found[f"{prefix}3.up_proj.weight"].shape == (16, 32)
+    assert found[f"{prefix}0.down_proj.weight"].shape == (32, 16)
+    stack = model.mtp.layers[0].mlp.experts
+    assert torch.equal(found[f"{prefix}2.gate_proj.weight"], stack.gate_up_proj[2, :16])
+    assert not any(name.endswith("experts.down_proj") for name in found)
+    other.load_tensors(found)
+    for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    del found[f"{prefix}0.up_proj.weight"]
+    with pytest.raises(KeyError, match=f"{prefix}0.up_proj"):
+        other.load_tensors(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_fits_the_limit(family: str) -> None:
+    """With 300 kB left for the tokenizer, prompts and numbers."""
+    weights = 2 * sum(p.numel() for p in DemoModel(FAMILIES[family]).parameters())
+    assert weights <= FOLDER_LIMIT - 300_000
 
 
 def run_from_scratch(model: DemoModel, prompt: list[int], limit: int, drafts: int) -> evaluate.Tally:
@@ -158,7 +239,8 @@ def test_parts_depend_on_content_and_do_not_overlap() -> None:
     assert corpus.digest(files) == corpus.digest(corpus.read())
 
 
-def test_quick_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quick_run(tmp_path: Path, family: str) -> None:
     """Two runs of the whole script: every file is there, reads back, and the second run wrote the same weights."""
     weights = []
     for name in ("a", "b"):
@@ -166,6 +248,8 @@ def test_quick_run(tmp_path: Path) -> None:
             sys.executable,
             "tools/train_demo.py",
             "--quick",
+            "--family",
+            family,
             "--device",
             "cpu",
             "--output",
@@ -186,7 +270,10 @@ def test_quick_run(tmp_path: Path) -> None:
 
     from demo_training import files
 
-    saved = files.load_weights(folder, QUICK)
+    assert ("expert_shares" in metrics) == (family == "qwen3_next_moe")
+    for shares in metrics.get("expert_shares", {}).values():
+        assert sum(shares) == pytest.approx(1)
+    saved = files.load_weights(folder, QUICK_FAMILIES[family])
     for prompt, row in zip(prompts, metrics["prompts"], strict=True):
         assert corpus.MIN_PROMPT <= len(prompt["ids"]) <= corpus.MAX_PROMPT
         tally = evaluate.speculate(saved, prompt["ids"], QUICK.new_tokens, QUICK.drafts, 0, "refeed")

@@ -67,23 +67,30 @@ def model_card(metrics: dict[str, Any], example: tuple[str, str]) -> str:
     log = "\n".join(_log_row(row) for row in metrics["log"] if row["phase"] != "generate")
     shape = (
         f"{s['layers']} layers and the MTP layer; hidden {s['hidden']}; {s['q_heads']} query and {s['kv_heads']} KV "
-        f"heads of {s['head_dim']}; FFN {s['ffn']}; {s['vocab']} tokens "
+        f"heads of {s['head_dim']}; {_ffn(s)}; {s['vocab']} tokens "
         f"(byte-level BPE); {s['window']} positions; untied head"
     )
+    ffns = "a mixture of experts" if s["experts"] else "a dense FFN"
     phases = (
         f"1. {s['steps']} steps of {s['batch']} x {s['window']} tokens, trunk and MTP layer together, on text.\n"
         f"2. {s['distill_steps']} steps of the MTP layer alone, distilled from the frozen trunk on text and on what "
         "the trunk\n   writes after train prompts."
     )
+    if s["chain_step"] > 1:
+        phases += (
+            f"\n\nWhole chains of drafts are made at every {_ordinal(s['chain_step'])} row, first drafts at all rows."
+        )
+    if s["experts"]:
+        phases += f"\nThe routers' load-balancing loss has the weight {s['balance']}."
     python = f"{corpus['implementation']} {corpus['python']}"
     tokens = f"{corpus['tokens']['train']} train tokens"
     count, same = len(metrics["prompts"]), metrics["identical_to_greedy"]
     versions = ", ".join(f"{name} {version}" for name, version in metrics["versions"].items())
     return f"""# Demo checkpoint: Python sources, {size["parameters"] / 1e6:.1f} M parameters
 
-A small Qwen3-Next model with full attention and dense FFN in every layer, and a multi-token-prediction (MTP) layer that
-drafts for it. It exists to show speculative decoding with a real proposer on any machine; it writes text that looks
-like Python and knows nothing.
+A small Qwen3-Next model with full attention and {ffns} in every layer, the multi-token-prediction
+(MTP) layer that drafts for it included. It exists to show speculative decoding with a real proposer on any machine; it
+writes text that looks like Python and knows nothing.
 
 - {shape}
 - {size["parameters"]} parameters in BF16, {size["weights_bytes"]} bytes
@@ -128,7 +135,7 @@ hidden, `verified` keeps them as they are, `seed` drops the last of them.
 The output equals greedy decoding without drafts on {same} of {count} prompts.
 Share of distinct 4-grams: {metrics["distinct_four_grams"]:.3f}.
 
-Teacher forcing, share of positions where draft j is the target's argmax:
+{_experts(metrics)}Teacher forcing, share of positions where draft j is the target's argmax:
 
 | part | tokens | target loss (nats a token) | target top-1 | draft 1 | draft 2 | draft 3 |
 |---|---|---|---|---|---|---|
@@ -162,3 +169,31 @@ def _verification(result: dict[str, Any]) -> str:
         f"version {result['transformers']}, largest difference of logits {result['logits']:.1e} (target) and "
         f"{result['draft_logits']:.1e} (MTP layer run as its decoder layer), relative to the largest logit, in FP32."
     )
+
+
+def _ordinal(n: int) -> str:
+    return f"{n}{'th' if n > 3 else ('st', 'nd', 'rd')[n - 1]}"
+
+
+def _ffn(s: dict[str, Any]) -> str:
+    if not s["experts"]:
+        return f"FFN {s['ffn']}"
+    return (
+        f"{s['experts']} experts of {s['expert_ffn']}, {s['experts_per_token']} a token, and a shared one of "
+        f"{s['shared_ffn']}"
+    )
+
+
+def _experts(metrics: dict[str, Any]) -> str:
+    """How evenly the routers of each layer choose, as a table; empty without experts."""
+    shares = metrics.get("expert_shares", {})
+    if not shares:
+        return ""
+    rows = "\n".join(f"| `{name}` | {min(row):.3f} | {max(row):.3f} |" for name, row in shares.items())
+    return f"""Share of a router's choices that its least and its most chosen expert have, under teacher forcing:
+
+| layer | least | most |
+|---|---|---|
+{rows}
+
+"""

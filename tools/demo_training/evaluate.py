@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from demo_training.model import DemoModel, KvCache
+from demo_training.model import DemoModel, Experts, KvCache, causal
 from demo_training.train import CHAIN, draft_outputs
 
-__all__ = ["POLICIES", "Tally", "agreement", "distinct_four_grams", "greedy", "speculate"]
+__all__ = ["POLICIES", "Tally", "agreement", "distinct_four_grams", "expert_shares", "greedy", "speculate"]
 
 POLICIES = ("refeed", "verified", "seed")
 """Which drafter rows stay after a verify step that accepted `a` of `n` drafts: seed min(n, a), verified min(n, a + 1),
@@ -136,6 +136,31 @@ def agreement(model: DemoModel, stream: list[int], rows: int) -> dict[str, float
         "trunk_top1": correct / predicted,
         "agreement": (hits / bases).tolist(),
     }
+
+
+@torch.no_grad()
+def expert_shares(model: DemoModel, stream: list[int], rows: int) -> dict[str, list[float]]:
+    """Of each layer with experts, the share of (row, choice) pairs that each expert has, on the first windows of a
+    stream (`rows` at most); of the draft layer, for first drafts."""
+    window = model.settings.window
+    count = min(rows, len(stream) // window)
+    sums: dict[str, Tensor] = {}
+
+    def seen(name: str, weights: Tensor) -> None:
+        sums[name] = sums.get(name, 0) + (weights > 0).flatten(0, -2).double().sum(0)
+
+    hooks = [
+        module.register_forward_hook(lambda _module, args, _out, name=name: seen(name, args[1]))
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+    ]
+    device = model.lm_head.weight.device
+    for ids in torch.tensor(stream[: count * window], device=device).view(count, window).split(8):
+        hidden = model.hidden(ids)
+        model.draft_hidden(ids[:, 1:], hidden[:, :-1], 1, causal)
+    for hook in hooks:
+        hook.remove()
+    return {name.removesuffix(".mlp.experts"): (total / total.sum()).tolist() for name, total in sums.items()}
 
 
 def distinct_four_grams(outputs: list[list[int]]) -> float:

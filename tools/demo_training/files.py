@@ -27,7 +27,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def config(s: Settings) -> dict[str, Any]:
-    """config.json. No layer has experts or linear attention: those fields are zero, or the least that loaders take."""
+    """config.json. No layer has linear attention, and without experts none has those: such fields are zero, or the
+    least that loaders take."""
     return {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -53,12 +54,12 @@ def config(s: Settings) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "use_cache": True,
         "layer_types": ["full_attention"] * s.layers,
-        "mlp_only_layers": list(range(s.layers)),
+        "mlp_only_layers": [] if s.experts else list(range(s.layers)),
         "decoder_sparse_step": 1,
-        "num_experts": 0,
-        "num_experts_per_tok": 0,
-        "moe_intermediate_size": 0,
-        "shared_expert_intermediate_size": 0,
+        "num_experts": s.experts,
+        "num_experts_per_tok": s.experts_per_token,
+        "moe_intermediate_size": s.expert_ffn,
+        "shared_expert_intermediate_size": s.shared_ffn,
         "norm_topk_prob": True,
         "linear_conv_kernel_dim": 4,
         "linear_num_key_heads": s.kv_heads,
@@ -83,7 +84,7 @@ def save(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
     }
     write_json(folder / "tokenizer_config.json", tokenizer_config)
     tokenizer.save(str(folder / "tokenizer.json"))
-    state = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
+    state = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.tensors().items()}
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(0o644)  # safetensors makes it readable by its owner alone
 
@@ -91,7 +92,7 @@ def save(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
 def load_weights(folder: Path, s: Settings) -> DemoModel:
     """The model of a folder, its BF16 weights as FP32, on the CPU, in evaluation mode."""
     model = DemoModel(s)
-    model.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS).items()})
+    model.load_tensors({name: value.float() for name, value in load_file(folder / WEIGHTS).items()})
     return model.eval()
 
 
@@ -129,7 +130,7 @@ def _compare(folder: Path, model: DemoModel, prompt: list[int]) -> dict[str, Any
     result: dict[str, Any] = {"logits": _difference(ours, theirs)}
 
     one = Qwen3NextConfig.from_pretrained(
-        folder, num_hidden_layers=1, layer_types=["full_attention"], mlp_only_layers=[0]
+        folder, num_hidden_layers=1, layer_types=["full_attention"], mlp_only_layers=target.config.mlp_only_layers[:1]
     )
     one._attn_implementation = "eager"
     draft = Qwen3NextForCausalLM(one).float().eval()

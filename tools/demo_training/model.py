@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Qwen3-Next with full attention and dense FFN in every layer, and its MTP layer, in plain torch.
+"""Qwen3-Next with full attention in every layer, dense FFNs or mixtures of experts, and its MTP layer, in plain torch.
 
 Parameter names are the checkpoint's. The semantics are those of Hugging Face's `Qwen3NextForCausalLM` (`files.verify`
 compares the two): RMSNorm with weight 1 + w; q_proj gives [query | gate] per head; norms over each head of q and k;
-rotation of the first `rotary_factor` of each head; the attention output times sigmoid(gate); SwiGLU.
+rotation of the first `rotary_factor` of each head; the attention output times sigmoid(gate); SwiGLU. A mixture of
+experts sums the best experts' outputs with softmax weights made to sum to 1, and sigmoid(gate) times a shared expert's.
 
 The MTP layer reads fc([norm(embedding) | norm(hidden)]). Its hidden input is the raw residual stream, before any final
 norm: the trunk's for a first draft, its own for each later draft.
@@ -19,10 +20,12 @@ from torch.nn import functional
 
 from demo_training.settings import Settings
 
-__all__ = ["EPS", "THETA", "Attend", "DemoModel", "KvCache", "causal", "chained"]
+__all__ = ["EPS", "THETA", "Attend", "DemoModel", "Experts", "KvCache", "causal", "chained"]
 
 EPS = 1e-6
 THETA = 10_000.0
+
+_STACKED = ("gate_up_proj", "down_proj")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of q [B, q_heads, T, head_dim] with this call's k and v [B, kv_heads, T, head_dim]."""
@@ -69,14 +72,64 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class Ffn(nn.Module):
-    def __init__(self, s: Settings) -> None:
+    def __init__(self, s: Settings, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(s.hidden, s.ffn, bias=False)
-        self.up_proj = nn.Linear(s.hidden, s.ffn, bias=False)
-        self.down_proj = nn.Linear(s.ffn, s.hidden, bias=False)
+        self.gate_proj = nn.Linear(s.hidden, width, bias=False)
+        self.up_proj = nn.Linear(s.hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, s.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """All experts' SwiGLU as one of their summed width: at the few experts of a demo, skipping the unchosen would save
+    nothing. Gate rows stand before up rows. The checkpoint has one tensor an expert (`DemoModel.tensors`)."""
+
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(s.experts, 2 * s.expert_ffn, s.hidden))
+        self.down_proj = nn.Parameter(torch.zeros(s.experts, s.hidden, s.expert_ffn))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum of the experts' outputs of x [..., hidden], weighted by weights [..., experts]."""
+        joint = functional.linear(x, self.gate_up_proj.flatten(0, 1)).unflatten(-1, (len(self.gate_up_proj), -1))
+        gate, up = joint.chunk(2, dim=-1)
+        inner = functional.silu(gate) * up * weights[..., None].to(up.dtype)
+        return functional.linear(inner.flatten(-2), self.down_proj.transpose(0, 1).flatten(1))
+
+
+class MixtureOfExperts(nn.Module):
+    """The router and the experts. `balance` collects the load-balancing loss of each call in training."""
+
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        self.top = s.experts_per_token
+        self.gate = nn.Linear(s.hidden, s.experts, bias=False)
+        self.experts = Experts(s)
+        self.shared_expert = Ffn(s, s.shared_ffn)
+        self.shared_expert_gate = nn.Linear(s.hidden, 1, bias=False)
+        self.balance: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            # In FP32, since the choice is discrete.
+            odds = functional.linear(x.float(), self.gate.weight.float()).softmax(-1)
+        chosen = odds.detach().topk(self.top, dim=-1).indices
+        mask = (chosen[..., None] == torch.arange(odds.shape[-1], device=x.device)).any(-2)
+        weights = odds * mask
+        weights = weights / weights.sum(-1, keepdim=True)
+        if self.training:
+            self.balance.append(balance(odds, mask))
+        return self.experts(x, weights) + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+
+
+def balance(odds: Tensor, mask: Tensor) -> Tensor:
+    """The load-balancing loss of one router: experts * sum over experts of (share of the tokens that choose it) times
+    (its mean probability), as in the Switch Transformer (arXiv 2101.03961, equations 4 to 6) and Hugging Face's
+    `load_balancing_loss_func` for one layer. It is the number of experts a token chooses where all are used alike."""
+    share = mask.float().flatten(0, -2).mean(0)
+    return odds.shape[-1] * (share * odds.flatten(0, -2).mean(0)).sum()
 
 
 class Layer(nn.Module):
@@ -85,7 +138,7 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(s.hidden)
         self.self_attn = Attention(s)
         self.post_attention_layernorm = Norm(s.hidden)
-        self.mlp = Ffn(s)
+        self.mlp = MixtureOfExperts(s) if s.experts else Ffn(s, s.ffn)
         self.drop = nn.Dropout(s.dropout)
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
@@ -137,14 +190,53 @@ class DemoModel(nn.Module):
         """Normal weights, 0.02 wide; narrower where a projection writes to the residual stream."""
         depth = 2 * (self.settings.layers + 1)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                narrow = name.endswith(("o_proj.weight", "down_proj.weight"))
+            if parameter.ndim >= 2:
+                narrow = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
                 nn.init.normal_(parameter, 0.0, 0.02 / depth**0.5 if narrow else 0.02, generator=generator)
 
     def set_dropout(self, p: float) -> None:
         for module in self.modules():
             if isinstance(module, nn.Dropout):
                 module.p = p
+
+    def take_balance(self) -> Tensor:
+        """The mean load-balancing loss of the routers' calls since the last time; 0 without experts."""
+        losses: list[Tensor] = []
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                losses += module.balance
+                module.balance = []
+        return torch.stack(losses).mean() if losses else self.lm_head.weight.new_zeros(())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters under the checkpoint's names: the experts' stacks are taken apart."""
+        found: dict[str, Tensor] = {}
+        for name, value in self.state_dict().items():
+            prefix, _, last = name.rpartition(".")
+            if last == "gate_up_proj":
+                for expert, joint in enumerate(value):
+                    gate, up = joint.chunk(2)
+                    found |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
+            elif last == "down_proj":
+                found |= {f"{prefix}.{expert}.down_proj.weight": down for expert, down in enumerate(value)}
+            else:
+                found[name] = value
+        return found
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The reverse of `tensors`; every parameter must be there, and nothing else."""
+        state = dict(tensors)
+        for name in self.state_dict():
+            prefix, _, last = name.rpartition(".")
+            if last in _STACKED:
+                parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+                state[name] = torch.stack(
+                    [
+                        torch.cat([state.pop(f"{prefix}.{expert}.{part}.weight") for part in parts])
+                        for expert in range(self.settings.experts)
+                    ]
+                )
+        self.load_state_dict(state)
 
     def rotation(self, start: int, count: int) -> Tensor:
         if start + count > self.rotations.shape[1]:
@@ -164,12 +256,19 @@ class DemoModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.model.norm(hidden)).float()
 
-    def draft_hidden(self, ids: Tensor, hidden: Tensor, position: int, attend: Attend) -> Tensor:
-        """The draft layer's raw residual stream for pairs (token, hidden) at RoPE positions `position`, +1, ..."""
+    def draft_hidden(
+        self, ids: Tensor, hidden: Tensor, position: int, attend: Attend, bases: slice | None = None
+    ) -> Tensor:
+        """The draft layer's raw residual stream for pairs (token, hidden) at RoPE positions `position`, +1, ...; with
+        `bases`, the pairs are those of that slice of the positions."""
         mtp = self.mtp
         embedding = self.drop(self.model.embed_tokens(ids))
         x = torch.cat((mtp.pre_fc_norm_embedding(embedding), mtp.pre_fc_norm_hidden(hidden)), dim=-1)
-        return mtp.layers[0](mtp.fc(x), self.rotation(position, ids.shape[1]), attend)
+        if bases is None:
+            rotation = self.rotation(position, ids.shape[1])
+        else:
+            rotation = self.rotation(position, bases.stop)[:, bases]
+        return mtp.layers[0](mtp.fc(x), rotation, attend)
 
     def draft_logits(self, draft_hidden: Tensor) -> Tensor:
         return self.lm_head(self.mtp.norm(draft_hidden)).float()
@@ -185,9 +284,11 @@ class chained:  # noqa: N801 - used as a function with memory
 
     The first call (draft 1 of each position) is causal and becomes the shared cache. In a later call (draft j), the
     query of position i sees the cache's rows up to i, and of the rows of drafts 2 .. j only those of its own chain.
+    Later calls are for the positions of the slice `bases` (None: all).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bases: slice | None = None) -> None:
+        self.bases = slice(None) if bases is None else bases
         self.base: tuple[Tensor, Tensor] | None = None
         self.own: list[tuple[Tensor, Tensor]] = []
 
@@ -198,8 +299,8 @@ class chained:  # noqa: N801 - used as a function with memory
             return causal(q, k, v)
         self.own.append((k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
         base_k, base_v = self.base
-        length = q.shape[2]
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        length = base_k.shape[2]
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)[self.bases]
         shared = (q @ base_k.transpose(-1, -2)).masked_fill(future, -torch.inf)
         chain = torch.stack([(q * own_k).sum(-1) for own_k, _ in self.own], dim=-1)
         weights = torch.cat((shared, chain), -1).float().mul(q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)

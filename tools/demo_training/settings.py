@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["FOLDER_LIMIT", "QUICK", "Settings"]
+__all__ = ["FAMILIES", "FOLDER_LIMIT", "QUICK", "QUICK_FAMILIES", "Settings"]
 
 FOLDER_LIMIT = 12_000_000
 """The most bytes that a shipped checkpoint folder may hold."""
@@ -27,6 +27,11 @@ class Settings:
     head_dim: int = 64
     rotary_factor: float = 0.5
     ffn: int = 896
+    # With experts, every layer has them in place of the dense FFN, and a shared expert too; 0: none.
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
     window: int = 1024
     # Phase 1: trunk and draft layer together, on text.
     steps: int = 3000
@@ -36,6 +41,10 @@ class Settings:
     weight_decay: float = 0.1
     dropout: float = 0.1
     ema: float = 0.998
+    # Both phases: the weight of the routers' load-balancing loss, and how many rows lie between whole chains of drafts
+    # (first drafts are trained on every row).
+    balance: float = 0.0
+    chain_step: int = 1
     # Phase 2: the draft layer alone, distilled from the frozen trunk on text and on what the trunk writes.
     distill_steps: int = 2000
     distill_lr: float = 1e-3
@@ -74,3 +83,24 @@ QUICK = Settings(
     new_tokens=16,
 )
 """A run of seconds on a CPU that goes through every line; its model is good for nothing."""
+
+_MOE = Settings(
+    layers=3,
+    ffn=0,
+    experts=8,
+    experts_per_token=2,
+    expert_ffn=128,
+    shared_ffn=128,
+    balance=0.01,
+    chain_step=4,
+    generated=4096,
+)
+"""All widths are multiples of 128, the block of FP8 weights."""
+
+FAMILIES = {"qwen3_next": Settings(), "qwen3_next_moe": _MOE}
+QUICK_FAMILIES = {
+    "qwen3_next": QUICK,
+    "qwen3_next_moe": replace(
+        QUICK, ffn=0, experts=4, experts_per_token=2, expert_ffn=32, shared_ffn=32, balance=0.01, chain_step=4
+    ),
+}

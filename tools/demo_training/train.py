@@ -36,17 +36,24 @@ _SPAN = 64
 """Generated sequences change between sampled and greedy tokens after as many."""
 
 
-def draft_outputs(model: DemoModel, ids: Tensor, hidden: Tensor) -> list[Tensor]:
+def draft_outputs(model: DemoModel, ids: Tensor, hidden: Tensor, bases: slice | None = None) -> list[Tensor]:
     """The draft layer's raw hidden [B, T - 3, hidden] of drafts 1, 2, 3 of ids [B, T] and the trunk's hidden.
 
-    Row i of draft j (from 1) reads token i + j and guesses token i + j + 1.
+    Row i of draft j (from 1) reads token i + j and guesses token i + j + 1. With `bases`, drafts 2 and 3 are made for
+    the rows of that slice alone.
     """
     rows = ids.shape[1] - CHAIN
-    attend = chained()
+    attend = chained(bases)
     state = hidden[:, :rows]
     states = []
     for j in range(1, CHAIN + 1):
-        state = model.draft_hidden(ids[:, j : j + rows], state, j, attend)
+        tokens = ids[:, j : j + rows]
+        if bases is None or j == 1:
+            state = model.draft_hidden(tokens, state, j, attend)
+        else:
+            state = model.draft_hidden(
+                tokens[:, bases], state[:, bases] if j == 2 else state, j, attend, slice(bases.start, rows, bases.step)
+            )
         states.append(state)
     return states
 
@@ -72,6 +79,11 @@ class Trainer:
         starts = torch.randint(len(stream) - length + 1, (rows, 1), generator=self.generator)
         return stream[(starts + torch.arange(length)).to(stream.device)]
 
+    def bases(self, step: int) -> slice | None:
+        """The rows that whole chains are made for in a step of training."""
+        every = self.settings.chain_step
+        return None if every == 1 else slice(step % every, None, every)
+
     def autocast(self) -> torch.autocast:
         """BF16 products; on the CPU, where they are slow, FP32."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
@@ -89,23 +101,23 @@ class Trainer:
         self._keep(best)
 
     def _joint_loss(self, step: int) -> Tensor:
-        return torch.stack(
-            self._joint_losses(self.windows(self.train, self.settings.batch, self.settings.window))
-        ).sum()
+        ids = self.windows(self.train, self.settings.batch, self.settings.window)
+        losses = self._joint_losses(ids, self.bases(step))
+        return torch.stack(losses).sum() + self.settings.balance * self.model.take_balance()
 
-    def _joint_losses(self, ids: Tensor) -> list[Tensor]:
-        """The trunk's cross-entropy, then the weighted loss of each draft."""
+    def _joint_losses(self, ids: Tensor, bases: slice | None = None) -> list[Tensor]:
+        """The trunk's cross-entropy, then the weighted loss of each draft; whole chains at `bases` (None: all)."""
         hidden = self.model.hidden(ids)
         logits = self.model.logits(hidden)
         losses = [functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())]
         teacher = logits.detach().softmax(-1)
-        for j, state in enumerate(draft_outputs(self.model, ids, hidden), 1):
+        rows = ids.shape[1] - CHAIN
+        for j, state in enumerate(draft_outputs(self.model, ids, hidden, bases), 1):
             draft = self.model.draft_logits(state).log_softmax(-1)
-            rows = draft.shape[1]
-            soft = -(teacher[:, j : j + rows] * draft).sum(-1).mean()
-            if j + 1 + rows > ids.shape[1]:  # the last guess lies behind the window
-                rows -= 1
-            hard = functional.nll_loss(draft[:, :rows].flatten(0, 1), ids[:, j + 1 : j + 1 + rows].flatten())
+            at = slice(None) if bases is None or j == 1 else bases
+            soft = -(teacher[:, j : j + rows][:, at] * draft).sum(-1).mean()
+            text = ids[:, j + 1 : j + 1 + rows][:, at]  # one less where the last guess lies behind the window
+            hard = functional.nll_loss(draft[:, : text.shape[1]].flatten(0, 1), text.flatten())
             losses.append(JOINT_WEIGHTS[j - 1] * (soft + hard) / 2)
         return losses
 
@@ -177,13 +189,14 @@ class Trainer:
             self.model.train()
         teacher, choice = logits.softmax(-1), logits.argmax(-1)
         loss = torch.zeros((), device=self.device)
-        for j, state in enumerate(draft_outputs(self.model, ids, hidden), 1):
+        rows, bases = ids.shape[1] - CHAIN, self.bases(step)
+        for j, state in enumerate(draft_outputs(self.model, ids, hidden, bases), 1):
             draft = self.model.draft_logits(state).log_softmax(-1)
-            rows = draft.shape[1]
-            soft = -(teacher[:, j : j + rows] * draft).sum(-1).mean()
-            hard = functional.nll_loss(draft.flatten(0, 1), choice[:, j : j + rows].flatten())
+            at = slice(None) if bases is None or j == 1 else bases
+            soft = -(teacher[:, j : j + rows][:, at] * draft).sum(-1).mean()
+            hard = functional.nll_loss(draft.flatten(0, 1), choice[:, j : j + rows][:, at].flatten())
             loss = loss + DISTILL_WEIGHTS[j - 1] * (soft + hard) / 2
-        return loss
+        return loss + s.balance * self.model.take_balance()
 
     @torch.no_grad()
     def _validate_drafts(self, step: int, average: dict[str, Tensor]) -> float:
@@ -211,8 +224,8 @@ class Trainer:
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """AdamW with warm-up and cosine; yields (step, averaged weights) at each validation and at the end."""
         s = self.settings
-        matrices = [p for _, p in parameters if p.ndim == 2]
-        vectors = [p for _, p in parameters if p.ndim != 2]
+        matrices = [p for _, p in parameters if p.ndim >= 2]
+        vectors = [p for _, p in parameters if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimiser = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=self.device.type == "cuda")
         live = [p.data for _, p in parameters]
