@@ -11,7 +11,19 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-FAMILIES = ("norm", "elementwise", "gemv", "argmax", "batchm", "attention", "kv_fp8", "gemm", "quantize_nvfp4", "w4a16")
+FAMILIES = (
+    "norm",
+    "elementwise",
+    "gemv",
+    "argmax",
+    "batchm",
+    "attention",
+    "kv_fp8",
+    "fused_k",
+    "gemm",
+    "quantize_nvfp4",
+    "w4a16",
+)
 
 
 @dataclass(frozen=True, slots=True)
