@@ -32,6 +32,8 @@ MODEL_TYPES = {
 }
 """model_type of a config.json, or of its text_config, and the family it stands for."""
 
+_IGNORE_LISTS = ("ignore", "ignored_layers", "ignore_modules", "modules_to_not_convert", "exclude_modules")
+"""Names that compressed-tensors, Hugging Face's FP8 and modelopt have for one and the same list."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -41,7 +43,8 @@ class ModelConfig:
 
     `unknown` holds the fields of the file that nothing here reads, with their values; a nested text_config counts as
     the file, and what stands beside it in the outer object is `outer.NAME`. `rotary_dim_field` is an explicit
-    rotary_dim.
+    rotary_dim. `ignore_modules` are the entries of quantization_config's lists of what is not quantised, under whatever
+    name its maker gives the list.
     """
 
     # fmt: off
@@ -69,6 +72,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     mrope_interleaved: bool = False
+    ignore_modules: tuple[str, ...] = ()
 
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -200,6 +204,7 @@ def _read(cls: type[ModelConfig], r: ConfigReader) -> ModelConfig:
         partial_rotary_factor=rope[1],
         rotary_dim_field=r.count("rotary_dim", 0),
         mrope_interleaved=rope[2],
+        ignore_modules=_ignore_modules(r),
         intermediate_size=intermediate,
         max_position_embeddings=r.count("max_position_embeddings", 0),
         attn_gated=r.flag("attn_output_gate", True),
@@ -262,6 +267,20 @@ def _rope(r: ConfigReader) -> tuple[float, float, bool]:
     return theta, factor, interleaved
 
 
+def _ignore_modules(r: ConfigReader) -> tuple[str, ...]:
+    """All entries, in order, each once; null counts as no list."""
+    table = r.table("quantization_config", outer=True) or {}
+    entries: dict[str, None] = {}
+    for name in _IGNORE_LISTS:
+        listed = table.get(name)
+        if listed is None:
+            continue
+        if not isinstance(listed, list) or not all(isinstance(entry, str) and entry for entry in listed):
+            raise r.bad(f"quantization_config.{name}", listed, "a list of strings that are not empty is needed")
+        entries |= dict.fromkeys(listed)
+    return tuple(entries)
+
+
 def _dtype(r: ConfigReader) -> str:
     """dtype, or torch_dtype of older files; bfloat16 where the file has neither."""
     name = r.first_text(("dtype", "torch_dtype"), "bfloat16", outer=True).removeprefix("torch.")
@@ -273,6 +292,9 @@ def _dtype(r: ConfigReader) -> str:
 def _check(r: ConfigReader, c: ModelConfig) -> None:
     if c.num_attention_heads % c.num_key_value_heads:
         raise r.bad("num_attention_heads", c.num_attention_heads, f"a multiple of {c.num_key_value_heads} KV heads")
+    sparse = any(c.is_sparse_layer(layer) for layer in range(c.num_hidden_layers))
+    if sparse and c.num_experts_per_tok > c.num_experts:
+        raise r.bad("num_experts_per_tok", c.num_experts_per_tok, f"at most num_experts = {c.num_experts}")
     if c.partial_rotary_factor > 1.0:
         raise r.bad("partial_rotary_factor", c.partial_rotary_factor, "at most 1")
     rotary = c.rotary_dim()

@@ -171,6 +171,29 @@ def test_a_sparse_model_needs_the_fields_of_experts(name: str) -> None:
         ModelConfig.from_dict({key: value for key, value in NEXT_80B.items() if key != name})
 
 
+def test_a_token_has_no_more_experts_than_there_are() -> None:
+    assert ModelConfig.from_dict(NEXT_80B | {"num_experts_per_tok": 512}).num_experts_per_tok == 512
+    with pytest.raises(ConfigError, match="num_experts_per_tok is 513: at most num_experts = 512"):
+        ModelConfig.from_dict(NEXT_80B | {"num_experts_per_tok": 513})
+    leftover = {"num_experts": 4, "num_experts_per_tok": 8, "mlp_only_layers": [0, 1]}
+    assert ModelConfig.from_dict(RAW | leftover).num_experts_per_tok == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"mlp_only_layers": [0, 3, 17]}, [1, 2, 4, 5]),
+        ({"decoder_sparse_step": 2}, [1, 3, 5]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [5]),
+        ({"num_experts": 0}, []),
+    ],
+)
+def test_which_layers_have_experts(changes: dict[str, Any], sparse: list[int]) -> None:
+    c = ModelConfig.from_dict(NEXT_80B | {"num_hidden_layers": 6} | changes)
+    assert [layer for layer in range(6) if c.is_sparse_layer(layer)] == sparse
+
+
 @pytest.mark.parametrize("name", ["linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim"])
 def test_linear_attention_needs_its_fields(name: str) -> None:
     with pytest.raises(ConfigError, match=name):

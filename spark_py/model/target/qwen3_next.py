@@ -29,12 +29,14 @@ from ...ops.residual_add import residual_add, sigmoid_gate_mul
 from ...ops.rope import rope
 from ...ops.ssm_preprocess import deinterleave_qg
 from ...runtime.buffers import BufferArena
+from ...runtime.errors import UnsupportedError
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...runtime.kv_cache import KvCacheConfig, PagedKvCache
 from ...runtime.launch import div_ceil
 from ...runtime.scratch import ScratchRegion
 from ...runtime.sizes import count
 from ..config import ModelConfig
+from ..weight_map import DenseExpertWeight, MoeWeights
 from .base import Target, TargetRows, TargetState
 from .weights import LayerWeights, TargetWeights
 
@@ -156,7 +158,9 @@ class Qwen3NextTarget(Target):
                     gpu, self._add_norm_k, hidden, normed, layer.post_attention_layernorm, normed, buf.residual(),
                     m, h, eps, stream,
                 )  # fmt: skip
-                self._ffn(layer, m, stream)
+                if isinstance(layer.ffn, MoeWeights):
+                    raise UnsupportedError(f"layer {index} has a mixture of experts: this target runs dense FFNs only")
+                self._dense_ffn(layer.ffn, m, stream)
                 if index + 1 < len(layers):
                     following = layers[index + 1].input_layernorm
                     residual_add_rms_norm(
@@ -201,14 +205,14 @@ class Qwen3NextTarget(Target):
         sigmoid_gate_mul(gpu, self._gate_k, out, gate, out, m * nq * hd, stream)
         self._project(out, layer.o_proj, normed, m, h, nq * hd, stream)
 
-    def _ffn(self, layer: LayerWeights, m: int, stream: StreamLike) -> None:
-        """norm_output [m, h] through the SwiGLU FFN, into moe_output."""
+    def _dense_ffn(self, ffn: DenseExpertWeight, m: int, stream: StreamLike) -> None:
+        """norm_output [m, h] through a SwiGLU FFN, into moe_output."""
         buf, h, inter = self.buffers, self.config.hidden_size, self.config.intermediate_size
         gate, up = buf.expert_gate_out(), buf.expert_up_out()
-        self._project(buf.norm_output(), layer.gate_proj, gate, m, inter, h, stream)
-        self._project(buf.norm_output(), layer.up_proj, up, m, inter, h, stream)
+        self._project(buf.norm_output(), ffn.gate_proj, gate, m, inter, h, stream)
+        self._project(buf.norm_output(), ffn.up_proj, up, m, inter, h, stream)
         silu_mul(self.gpu, self._silu_k, gate, up, gate, m * inter, stream)
-        self._project(gate, layer.down_proj, buf.moe_output(), m, h, inter, stream)
+        self._project(gate, ffn.down_proj, buf.moe_output(), m, h, inter, stream)
 
     def _pick(self, rows: int, wanted: int, stream: StreamLike) -> list[int]:
         """Final norm, LM head and argmax of the last `wanted` of `rows` hidden rows; logits stay in the arena."""
