@@ -159,9 +159,9 @@ class ConfigReader:
         items = value if isinstance(value, list) else [value]
         return tuple(self._integer(name, item, 0, ()) for item in items)
 
-    def table(self, name: str) -> Mapping[str, Any] | None:
+    def table(self, name: str, outer: bool = False) -> Mapping[str, Any] | None:
         """An object."""
-        value = self._get(name)
+        value = self._get(name, outer)
         if value is not None and not isinstance(value, Mapping):
             raise self.bad(name, value, "an object is needed")
         return value

@@ -16,7 +16,13 @@ from spark_py.model.layers.mtp_head import MtpHead, MtpQuantization
 from spark_py.model.levers import ModelLevers
 from spark_py.model.weight_loader import load_mtp_weights, mtp_tensor_shapes
 from spark_py.model.weight_map import DenseWeight, MtpWeights
-from spark_py.runtime.errors import InvalidArgumentError, MissingWeightError, UnsupportedError
+from spark_py.runtime.errors import (
+    InvalidArgumentError,
+    MissingWeightError,
+    UnreadScaleError,
+    UnsupportedError,
+    WeightFormatError,
+)
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.weights import WeightStore
 from tests.model.support import BF16, Array, config, dense, download, random_weights
@@ -151,12 +157,16 @@ def test_a_transposed_matrix_is_refused(gpu: GpuBackend, tmp_path: Path, tensors
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, np.uint8, np.float16], ids=lambda d: np.dtype(d).name)
-def test_another_dtype_is_named(gpu: GpuBackend, tmp_path: Path, tensors: Any, dtype: Any) -> None:
+@pytest.mark.parametrize(("field", "error"), [("q_proj", WeightFormatError), ("q_norm", UnsupportedError)])
+def test_another_dtype_is_named(
+    gpu: GpuBackend, tmp_path: Path, tensors: Any, dtype: Any, field: str, error: type[Exception]
+) -> None:
     """FP8 without its scales, packed U8 and F16 would all be read as BF16 numbers."""
-    name = NAMES["q_proj"]
+    name = NAMES[field]
     save_file(tensors | {name: tensors[name].astype(np.float32).astype(dtype)}, tmp_path / "model.safetensors")
-    with WeightStore.open(tmp_path) as store, pytest.raises(UnsupportedError, match=name):
+    with WeightStore.open(tmp_path) as store, pytest.raises(error, match=name):
         load_mtp_weights(store, config(), gpu)
+    assert gpu.live_bytes() == 0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,8 @@ def test_another_dtype_is_named(gpu: GpuBackend, tmp_path: Path, tensors: Any, d
 )  # fmt: skip
 def test_a_tensor_that_must_not_be_left_aside(gpu: GpuBackend, tmp_path: Path, tensors: Any, name: str) -> None:
     save_file(tensors | {name: np.zeros(4, BF16)}, tmp_path / "model.safetensors")
-    with WeightStore.open(tmp_path) as store, pytest.raises(UnsupportedError, match=name):
+    error = UnreadScaleError if "scale" in name else UnsupportedError
+    with WeightStore.open(tmp_path) as store, pytest.raises(error, match=name):
         load_mtp_weights(store, config(), gpu)
 
 

@@ -4,15 +4,21 @@
 from __future__ import annotations
 
 from .dequant_plan import HostWeight, WeightFormat, WeightPlan, check_scales_applied, plan_weight, read_weight
-from .qwen3_next import load_mtp_weights, mtp_tensor_shapes
+from .mtp_names import mtp_tensor_shapes
+from .quantization import forced_quantization
+from .qwen3_next import load_mtp_weights
+from .upload import plan_for_device, upload_weights
 
 __all__ = [
     "HostWeight",
     "WeightFormat",
     "WeightPlan",
     "check_scales_applied",
+    "forced_quantization",
     "load_mtp_weights",
     "mtp_tensor_shapes",
+    "plan_for_device",
     "plan_weight",
     "read_weight",
+    "upload_weights",
 ]

@@ -57,6 +57,7 @@ __all__ = [
     "check_scales_applied",
     "plan_weight",
     "read_factor",
+    "read_scale",
     "read_weight",
 ]
 
@@ -175,10 +176,7 @@ def read_weight(store: WeightStore, name: str, ignore_modules: Iterable[str] = (
     plan = plan_weight(store, name, ignore_modules)
     if not plan.format.is_quantised:
         return HostWeight(plan, store.read(plan.name).astype(np.float32, copy=False))
-    scale = store.read(plan.scale)
-    if plan.format is WeightFormat.MXFP4:
-        scale = scale.view(WeightDtype.F8_E8M0.numpy)  # a U8 scale holds E8M0 codes
-    _check_values(plan, scale)
+    scale = _read_checked_scale(store, plan)
     # The factor first: a wrong one is told before the weight is read.
     factor = read_factor(store, plan) if plan.factor else np.float32(1)
     codes = store.read(plan.name)
@@ -187,6 +185,11 @@ def read_weight(store: WeightStore, name: str, ignore_modules: Iterable[str] = (
     if plan.format is WeightFormat.MXFP4:
         return HostWeight(plan, dequant_mxfp4(codes, scale))
     return HostWeight(plan, dequant_fp8(codes, scale))
+
+
+def read_scale(store: WeightStore, plan: WeightPlan) -> F32Array:
+    """The scale of a quantised weight in FP32, exactly, in its stored shape. ScaleValueError as `read_weight`."""
+    return widen_scale(_read_checked_scale(store, plan))
 
 
 def read_factor(store: WeightStore, plan: WeightPlan) -> np.float32:
@@ -315,6 +318,15 @@ def _check_factor(info: WeightInfo, factor: WeightInfo) -> None:
         raise ScaleDtypeError(info.name, factor.name, factor.dtype, WeightDtype.F32)
     if factor.shape not in ((), (1,)):
         raise ScaleShapeError(info.name, info.shape, factor.name, factor.shape, [(), (1,)])
+
+
+def _read_checked_scale(store: WeightStore, plan: WeightPlan) -> Array:
+    """The scale as stored; a U8 one of MXFP4 holds E8M0 codes."""
+    scale = store.read(plan.scale)
+    if plan.format is WeightFormat.MXFP4:
+        scale = scale.view(WeightDtype.F8_E8M0.numpy)
+    _check_values(plan, scale)
+    return scale
 
 
 def _check_values(plan: WeightPlan, scale: Array) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Twin of the MTP part of `weight_loader/`: the draft head of Qwen3-Next, 3.5 and 3.6 with a dense FFN.
+"""Twin of the MTP part of `weight_loader/`: the draft head of Qwen3-Next, 3.5 and 3.6, dense or with experts.
 
 Its tensors begin with `mtp.` and may be in the model's own shards or in `mtp.safetensors`; the store knows.
 """
@@ -8,100 +8,153 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...runtime.errors import InvalidArgumentError, MissingWeightError, UnsupportedError
 from ...runtime.gpu import GpuBackend
 from ...runtime.weights import WeightDtype, WeightStore
 from ..config import ModelConfig
-from ..weight_map import DenseExpertWeight, DenseWeight, MtpWeights
+from ..weight_map import DenseExpertWeight, DenseWeight, Fp8ExpertWeight, Fp8Weight, MtpWeights
+from . import mtp_names as names
+from .dequant_plan import WeightPlan, check_scales_applied
+from .upload import in_store, is_block_scaled, plan_for_device, upload_weights
 
-__all__ = ["load_mtp_weights", "mtp_tensor_shapes"]
+__all__ = ["load_mtp_weights"]
 
 log = logging.getLogger("spark_py.model.weight_loader")
 
 _PREFIX = "mtp."
-_LAYER = "mtp.layers.0."
-_DENSE, _ROUTER = f"{_LAYER}mlp.gate_proj.weight", f"{_LAYER}mlp.gate.weight"
-_TO_BF16: Mapping[WeightDtype | str, WeightDtype | str] = {WeightDtype.F32: WeightDtype.BF16}
 _HINT = "the checkpoint lacks (part of) its MTP module: take one that was saved with it, or decode without drafts"
-_MUST_BE_READ = re.compile(r"scale|zero_point|mtp\.layers\.(?!0\.)|mtp\.embed_tokens|lm_head|shared_head")
+_MUST_BE_READ = re.compile(r"mtp\.layers\.(?!0\.)|mtp\.embed_tokens|lm_head|shared_head")
 """Tensors that change what the others mean. To leave one of them aside would give a head that runs and drafts noise."""
+_LISTED = 12
+_BF16 = 2  # bytes
 
 
-def mtp_tensor_shapes(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Field of MtpWeights, or of its dense_ffn, to (name in the checkpoint, shape)."""
-    h, inter, hd = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * hd, config.num_key_value_heads * hd
-    return {
-        "pre_fc_norm_embedding": ("mtp.pre_fc_norm_embedding.weight", (h,)),
-        "pre_fc_norm_hidden": ("mtp.pre_fc_norm_hidden.weight", (h,)),
-        "fc": ("mtp.fc.weight", (h, 2 * h)),
-        "input_layernorm": (f"{_LAYER}input_layernorm.weight", (h,)),
-        "q_proj": (f"{_LAYER}self_attn.q_proj.weight", (2 * q, h)),
-        "k_proj": (f"{_LAYER}self_attn.k_proj.weight", (kv, h)),
-        "v_proj": (f"{_LAYER}self_attn.v_proj.weight", (kv, h)),
-        "o_proj": (f"{_LAYER}self_attn.o_proj.weight", (h, q)),
-        "q_norm": (f"{_LAYER}self_attn.q_norm.weight", (hd,)),
-        "k_norm": (f"{_LAYER}self_attn.k_norm.weight", (hd,)),
-        "post_attn_layernorm": (f"{_LAYER}post_attention_layernorm.weight", (h,)),
-        "norm": ("mtp.norm.weight", (h,)),
-        "gate_proj": (_DENSE, (inter, h)),
-        "up_proj": (f"{_LAYER}mlp.up_proj.weight", (inter, h)),
-        "down_proj": (f"{_LAYER}mlp.down_proj.weight", (h, inter)),
-    }
+def load_mtp_weights(
+    store: WeightStore, config: ModelConfig, gpu: GpuBackend, *, native_fp8: bool = False
+) -> MtpWeights:
+    """Upload and check the tensors of an MTP head; the store owns them. Nothing is uploaded first and refused then.
 
+    The FFN is dense if `mlp.gate_proj.weight` exists and `mlp.gate.weight` does not; routed experts are two stacks if
+    both stacks exist, and the slices that are handed out belong to the stack: they must not be freed. Norms, router
+    and shared gate are BF16, or F32, which is rounded; so are stacks. All else may have any format of `plan_weight`
+    and becomes BF16. With `native_fp8` what is block-scaled E4M3 stays so: a projection by itself, the dense FFN, or
+    all experts, where all of it is.
 
-def load_mtp_weights(store: WeightStore, config: ModelConfig, gpu: GpuBackend) -> MtpWeights:
-    """Upload and check the tensors of an MTP head; the store owns them. F32 becomes BF16. Nothing is uploaded first and
-    refused then.
-
-    MissingWeightError lists every tensor that is not there; UnsupportedError names one of another dtype, experts, more
-    modules than one, and a tensor that the head would have to take into account (a scale, a table of its own);
-    InvalidArgumentError names one of another shape. Other `mtp.` tensors that nothing reads are listed in a warning.
+    MissingWeightError lists every tensor that is not there. A WeightFormatError names a quantised tensor that has no
+    scale, or one that does not fit, or is under the configuration's ignore_modules; UnreadScaleError lists scales that
+    belong to nothing. UnsupportedError names a tensor of a dtype that is not offered, more modules than one, experts
+    that the configuration does not have, and a tensor that the head would have to take into account (a table of its
+    own, say); InvalidArgumentError names one of another shape. Other `mtp.` tensors that nothing reads are listed in a
+    warning.
     """
     if config.num_mtp_modules > 1:
         raise UnsupportedError(f"{config.num_mtp_modules} MTP modules are configured: this head has one")
-    if _ROUTER in store:
-        raise UnsupportedError(f"the MTP head has experts ({_ROUTER!r}): a dense FFN is needed")
-    shapes = mtp_tensor_shapes(config)
-    names = {name for name, _ in shapes.values()}
-    if missing := sorted(names - set(store.names())):
-        raise MissingWeightError(missing, {}, str(store.source), _HINT)
-    for name, shape in shapes.values():
-        _check(store, name, shape)
-    _check_rest(store, names)
-    store.load(gpu, names, convert=_TO_BF16)
+    dense = _is_dense(store, config)
+    stacked = not dense and all(name in store for name in names.STACKED)
+    single = names.attention_tensor_shapes(config) | ({} if dense else names.routing_tensor_shapes(config))
+    experts = [names.ffn_tensor_shapes(names.MLP, config.intermediate_size, config.hidden_size)]
+    if not dense:
+        experts = names.expert_tensor_shapes(config)[: 1 if stacked else None]
+    stacks = names.stacked_tensor_shapes(config) if stacked else {}
 
-    def dense(field: str) -> DenseWeight:
-        tensor = store.get(shapes[field][0])
+    shapes = dict(pair for group in (single, *experts, stacks) for pair in group.values())
+    if missing := sorted(name for name in shapes if not in_store(store, name)):
+        raise MissingWeightError(missing, {}, str(store.source), _missing_hint(store, stacked))
+    plain = {name for field, (name, _) in single.items() if names.is_plain(field)} | {n for n, _ in stacks.values()}
+    plans = {name: _plan(store, name, shape, name in plain, config) for name, shape in shapes.items()}
+    accounted = {scale for plan in plans.values() for scale in plan.accounted}
+    check_scales_applied(store, accounted, _PREFIX)
+    _check_rest(store, accounted | {plan.name for plan in plans.values()})
+
+    native: set[str] = set()
+    if native_fp8:
+        groups = [[name] for name, _ in single.values()]
+        every = [name for expert in experts for name, _ in expert.values()]
+        groups += [] if stacked else [every]  # stacks are BF16, and one format holds for all experts
+        native = _native(store, plans, groups)
+    upload_weights(store, gpu, plans.values(), {plans[name].name for name in native})
+
+    def weight(name: str) -> DenseWeight | Fp8Weight:
+        plan = plans[name]
+        tensor = store.get(plan.name)
+        if name in native:
+            return Fp8Weight(tensor.ptr, store.get(plan.scale).ptr, *plan.shape)
         return DenseWeight(tensor.ptr, tensor.shape)
 
-    ffn = ("gate_proj", "up_proj", "down_proj")
-    own: dict[str, Any] = {field: dense(field) for field in shapes if field not in ffn}
-    return MtpWeights(**own, dense_ffn=DenseExpertWeight(*(dense(field) for field in ffn)))
+    fields: dict[str, Any] = {field: weight(name) for field, (name, _) in single.items()}
+    made = [_expert([weight(expert[part][0]) for part in names.PROJECTIONS]) for expert in experts]
+    if dense:
+        return MtpWeights(**fields, dense_ffn=made[0])
+    routed = _slices(store) if stacked else made[1:]
+    return MtpWeights(**fields, shared_expert=made[0], experts=tuple(routed))
 
 
-def _check(store: WeightStore, name: str, shape: tuple[int, ...]) -> None:
-    loaded = store.is_loaded(name)
-    found = store.get(name) if loaded else store.info(name)
-    offered = (WeightDtype.BF16,) if loaded else (WeightDtype.BF16, WeightDtype.F32)
-    if found.dtype not in offered:
-        raise UnsupportedError(f"tensor {name!r} is {found.dtype}: an MTP head takes BF16, or F32, which is rounded")
-    if found.shape != shape:
-        raise InvalidArgumentError(f"shape of {name}", found.shape, f"{shape} is needed by the configuration")
+def _is_dense(store: WeightStore, config: ModelConfig) -> bool:
+    """By the tensors that are there; where neither is, by the configuration, so that the right ones are missed."""
+    if names.ROUTER in store:
+        if config.num_experts == 0:
+            raise UnsupportedError(f"the MTP head has experts ({names.ROUTER!r}), the configuration none")
+        return False
+    return in_store(store, names.DENSE) or config.num_experts == 0
 
 
-def _check_rest(store: WeightStore, names: set[str]) -> None:
-    rest = [name for name in store.names() if name.startswith(_PREFIX) and name not in names]
-    if needed := [name for name in rest if _MUST_BE_READ.search(name)]:
-        raise UnsupportedError(
-            f"tensors that a BF16 MTP head of one module cannot take into account: {_listed(needed)}"
+def _missing_hint(store: WeightStore, stacked: bool) -> str:
+    half = [] if stacked else [name for name in names.STACKED if name in store]
+    return f"{_HINT}; of the stacked experts there is {half[0]!r} alone" if half else _HINT
+
+
+def _plan(store: WeightStore, name: str, shape: tuple[int, ...], plain: bool, config: ModelConfig) -> WeightPlan:
+    if plain and not store.is_loaded(name):
+        dtype = store.info(name).dtype
+        if dtype not in (WeightDtype.BF16, WeightDtype.F32):
+            raise UnsupportedError(f"tensor {name!r} is {dtype}: here an MTP head takes BF16, or F32, which is rounded")
+    plan = plan_for_device(store, name, config.ignore_modules)
+    if plan.shape != shape:
+        raise InvalidArgumentError(f"shape of {name}", plan.shape, f"{shape} is needed by the configuration")
+    return plan
+
+
+def _native(store: WeightStore, plans: dict[str, WeightPlan], groups: Iterable[Sequence[str]]) -> set[str]:
+    """The tensors of the groups that are block-scaled E4M3 from the first to the last."""
+    whole = [group for group in groups if all(is_block_scaled(store, plans[name]) for name in group)]
+    return {name for group in whole for name in group}
+
+
+def _expert(parts: Sequence[DenseWeight | Fp8Weight]) -> DenseExpertWeight | Fp8ExpertWeight:
+    dense = [part for part in parts if isinstance(part, DenseWeight)]
+    if len(dense) == len(parts):
+        return DenseExpertWeight(*dense)
+    return Fp8ExpertWeight(*(part for part in parts if isinstance(part, Fp8Weight)))
+
+
+def _slices(store: WeightStore) -> list[DenseExpertWeight]:
+    """The experts within the two stacks [E, 2I, h] and [E, h, I], gate rows before up rows."""
+    gate_up, down = (store.get(name) for name in names.STACKED)
+    count, h, inter = down.shape
+    size = inter * h * _BF16
+
+    def expert(e: int) -> DenseExpertWeight:
+        gate = gate_up.ptr.offset(2 * e * size)
+        return DenseExpertWeight(
+            DenseWeight(gate, (inter, h)),
+            DenseWeight(gate.offset(size), (inter, h)),
+            DenseWeight(down.ptr.offset(e * size), (h, inter)),
         )
+
+    return [expert(e) for e in range(count)]
+
+
+def _check_rest(store: WeightStore, read: set[str]) -> None:
+    rest = [name for name in store.names() if name.startswith(_PREFIX) and name not in read]
+    if needed := [name for name in rest if _MUST_BE_READ.search(name)]:
+        raise UnsupportedError(f"tensors that an MTP head of one module cannot take into account: {_listed(needed)}")
     if rest:
         log.warning("tensors of the MTP module that nothing reads: %s", _listed(rest))
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names)
+def _listed(found: Sequence[str]) -> str:
+    some = ", ".join(repr(name) for name in found[:_LISTED])
+    return some if len(found) <= _LISTED else f"{some} and {len(found) - _LISTED} more"
