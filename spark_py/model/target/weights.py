@@ -8,7 +8,7 @@ is uploaded whole, and its experts are addresses within it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ...ops.paged_decode import MAX_HEAD_DIM
@@ -16,6 +16,7 @@ from ...runtime.errors import InvalidArgumentError, UnsupportedError
 from ...runtime.gpu import GpuBackend
 from ...runtime.weights import WeightDtype, WeightStore
 from ..config import FULL_ATTENTION, ModelConfig
+from ..weight_loader import WeightPlan, check_scales_applied, in_store, plan_for_device, upload_weights
 from ..weight_map import DenseExpertWeight, DenseWeight, MoeWeights
 
 __all__ = ["LayerWeights", "TargetWeights", "check_offered", "load_target_weights", "target_tensor_names"]
@@ -26,7 +27,8 @@ _PREFIXES = ("model.", "model.language_model.")
 """Where the text model stands: alone, or within a model that also sees."""
 _STACKED_GATE_UP, _STACKED_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _BF16 = 2  # bytes
-_TO_BF16: dict[WeightDtype | str, WeightDtype | str] = {WeightDtype.F32: WeightDtype.BF16}
+_QUANTISABLE = ("_proj.weight", "lm_head.weight")
+_CACHE_SCALES = (".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +120,23 @@ def target_tensor_names(config: ModelConfig, store: WeightStore) -> Iterator[str
 
 
 def load_target_weights(store: WeightStore, config: ModelConfig, gpu: GpuBackend) -> TargetWeights:
-    """Upload a target's tensors and check them; the store owns them. F32 becomes BF16.
+    """Upload a target's tensors and check them; the store owns them. All become BF16: F32, and the projections and LM
+    head of any format that `plan_weight` reads.
 
-    MissingWeightError lists every tensor that is not there; InvalidArgumentError names one of another shape;
-    UnsupportedError one of another dtype. Nothing is left on the device after an error of the first kind.
+    MissingWeightError lists every tensor that is not there; a WeightFormatError names a quantised one without its scale
+    or with a wrong one, UnreadScaleError lists scales that belong to nothing, UnsupportedError names a tensor of
+    another dtype. After these nothing is left on the device. InvalidArgumentError names a tensor of another shape.
     """
     check_offered(config)
     prefix = _prefix(store)
-    store.load(gpu, target_tensor_names(config, store), convert=_TO_BF16)
+    names = list(target_tensor_names(config, store))
+    store.load(gpu, [name for name in names if not in_store(store, name)])  # one error for all that are missing
+    plans = {name: _plan(store, name, config) for name in names}
+    _check_scales(store, plans.values(), prefix)
+    upload_weights(store, gpu, plans.values())
 
     def dense(name: str) -> DenseWeight:
-        tensor = store.get(name)
-        if tensor.dtype is not WeightDtype.BF16:
-            raise UnsupportedError(f"tensor {name!r} is {tensor.dtype}: a target takes BF16, or F32, which it rounds")
+        tensor = store.get(plans[name].name)
         return DenseWeight(tensor.ptr, tensor.shape)
 
     def shaped(name: str, *shape: int) -> DenseWeight:
@@ -156,6 +162,21 @@ def load_target_weights(store: WeightStore, config: ModelConfig, gpu: GpuBackend
         )  # fmt: skip
     layers = tuple(layer_weights(layer) for layer in range(config.num_hidden_layers))
     return TargetWeights(embed, layers, shaped(prefix + "norm.weight", h), head, vocab)
+
+
+def _plan(store: WeightStore, name: str, config: ModelConfig) -> WeightPlan:
+    """How a tensor is stored; norms, gates, stacks and the embedding have to be BF16 or F32."""
+    if not name.endswith(_QUANTISABLE) and not store.is_loaded(name):
+        dtype = store.info(name).dtype
+        if dtype not in (WeightDtype.BF16, WeightDtype.F32):
+            raise UnsupportedError(f"tensor {name!r} is {dtype}: here a target takes BF16, or F32, which it rounds")
+    return plan_for_device(store, name, config.ignore_modules)
+
+
+def _check_scales(store: WeightStore, plans: Iterable[WeightPlan], prefix: str) -> None:
+    """No scale of the layers is left; those of an FP8 cache (`k_scale`, `v_scale`) say nothing about weights."""
+    cache = [name for name in store.names() if name.endswith(_CACHE_SCALES)]
+    check_scales_applied(store, [*cache, *(scale for plan in plans for scale in plan.accounted)], f"{prefix}layers.")
 
 
 def _ffn(

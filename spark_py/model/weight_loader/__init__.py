@@ -7,7 +7,7 @@ from .dequant_plan import HostWeight, WeightFormat, WeightPlan, check_scales_app
 from .mtp_names import mtp_tensor_shapes
 from .quantization import forced_quantization
 from .qwen3_next import load_mtp_weights
-from .upload import plan_for_device, upload_weights
+from .upload import in_store, plan_for_device, upload_weights
 
 __all__ = [
     "HostWeight",
@@ -15,6 +15,7 @@ __all__ = [
     "WeightPlan",
     "check_scales_applied",
     "forced_quantization",
+    "in_store",
     "load_mtp_weights",
     "mtp_tensor_shapes",
     "plan_for_device",
