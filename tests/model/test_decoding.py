@@ -113,7 +113,8 @@ def test_with_refeed_the_drafter_holds_what_a_fresh_one_would(
         state, fresh = decoder.alloc_state(), decoder.alloc_state()
         decoder.generate(prompt, 30, state)
         tokens = state.target.tokens
-        decoder._catch_up(state)
+        assert decoder._feed is not None
+        decoder._feed.missing(state)
         found.target.prefill(tokens, fresh.target, decoder.stream)
         assert fresh.draft is not None
         assert state.draft is not None
@@ -167,7 +168,7 @@ def test_a_pause_of_drafting_does_not_move_positions(
         tokens += decoder.generate([], 1, state).tokens
         length = state.target.seq_len
         assert head.drafter_rows(state.draft) == (length - 1 if prefill else before)
-        drafts = decoder._propose(tokens[-1], state)
+        drafts = decoder._propose(tokens[-1], state, 2)
         assert len(drafts) == 2
         assert head.last_pair_key(state.draft) == length
         assert tokens == wanted

@@ -13,6 +13,7 @@ from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ....runtime.sizes import count, integer
 from ...layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
 from ...row_policy import rows_to_keep
+from .diagnostics import log_shadow_topk, log_stage_norms, stage_norms
 from .grammar import masks_per_draft
 from .new import KV_BLOCK_SIZE, log
 from .prefill import MtpHeadPrefill
@@ -125,12 +126,25 @@ class MtpHead(MtpHeadPrefill, DraftProposer):
                 draft = self.forward_one(cur_token, cur_hidden, start + i, own, ctx, stream, embed_target, mask)
                 own.last_num_drafted += 1
                 drafts.append(draft)
-                cur_token, cur_hidden = draft, ctx.buffers.hidden_states()
+                if self.levers.shadow_topk or self.levers.debug_norms:
+                    self._log_draft(start + i, ctx, stream)
+                cur_token, cur_hidden = draft, self._chain_hidden(ctx)
         except BaseException:
             self.last_conf, self._deferred = conf, deferred
             self._free_table(own.restore(before))
             raise
         return drafts
+
+    def _chain_hidden(self, ctx: ForwardContext) -> DevicePtr:
+        """The hidden row from which the next draft goes on: the drafter's residual stream, or what it is after the
+        final norm."""
+        return ctx.buffers.norm_output() if self.levers.chain_postnorm else ctx.buffers.hidden_states()
+
+    def _log_draft(self, position: int, ctx: ForwardContext, stream: StreamLike) -> None:
+        if self.levers.shadow_topk:
+            log_shadow_topk(self._read_logits(ctx.buffers.logits(), stream), position, self.levers.shadow_topk)
+        if self.levers.debug_norms:
+            log_stage_norms(stage_norms(self, ctx, stream), position)
 
     def read_deferred_draft_token(self, gpu: GpuBackend) -> int:
         """The id that the last propose left on the device; ProposerStateError where it left none."""

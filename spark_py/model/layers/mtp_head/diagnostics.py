@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What the head can write to the log about a draft: its most probable ids, and the norms of its stages.
+
+Read from the arena after the draft's row, so that the forward pass is the same with and without them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ....runtime.gpu import DevicePtr, StreamLike
+from ...layer import ForwardContext
+from .new import BF16_BYTES, MtpHeadNew, log
+
+__all__ = ["log_shadow_topk", "log_stage_norms", "stage_norms", "top_probabilities"]
+
+
+def top_probabilities(logits: np.ndarray[Any, Any], k: int) -> list[tuple[int, float]]:
+    """The k largest of `logits` as (id, probability among all of them), best first; equal ones by id, NaN last."""
+    values = logits.astype(np.float64)
+    order = np.argsort(np.where(np.isnan(values), np.inf, -values), kind="stable")[:k]
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(values - np.fmax.reduce(values))
+    return [(int(i), float(weights[i] / weights.sum())) for i in order]
+
+
+def log_shadow_topk(logits: np.ndarray[Any, Any], position: int, k: int) -> None:
+    """The k most probable ids of the draft whose row is at `position`."""
+    shown = ", ".join(f"{token}: {share:.4f}" for token, share in top_probabilities(logits, k))
+    log.info("draft after position %d: %s", position, shown)
+
+
+def stage_norms(head: MtpHeadNew, ctx: ForwardContext, stream: StreamLike) -> dict[str, float]:
+    """L2 norms of the stages of the last row, FP64 over BF16, in the order in which they are computed.
+
+    Of a head with experts, the embedding and the attention's output are left out: the FFN wrote over them.
+    """
+    buf, h, q, kv = ctx.buffers, head.h, head.nq * head.hd, head.nkv * head.hd
+    qkv = buf.qkv_output()
+    stages: dict[str, tuple[DevicePtr, int]] = {
+        "embedding": (buf.ssm_qkvz(), h),
+        "normed embedding": (buf.ssm_deinterleaved(), h),
+        "normed hidden": (buf.ssm_gates(), h),
+        "query": (qkv, q),
+        "gate": (qkv.offset(BF16_BYTES * q), q),
+        "key": (qkv.offset(BF16_BYTES * 2 * q), kv),
+        "value": (qkv.offset(BF16_BYTES * (2 * q + kv)), kv),
+        "attention": (buf.attn_output(), q),
+        "stream after attention": (buf.residual(), h),
+        "ffn": (buf.moe_output(), h),
+        "stream": (buf.hidden_states(), h),
+        "normed stream": (buf.norm_output(), h),
+        "logits": (buf.logits(), head.draft_vocab),
+    }
+    dense: object = head.dense_ffn_generic
+    if not dense:
+        del stages["embedding"], stages["attention"]
+    norms = {}
+    for name, (ptr, elements) in stages.items():
+        raw = np.empty(elements, ml_dtypes.bfloat16)
+        ctx.gpu.copy_d2h_on_stream(ptr, raw.view(np.uint8), stream)
+        norms[name] = float(np.linalg.norm(raw.astype(np.float64)))
+    return norms
+
+
+def log_stage_norms(norms: dict[str, float], position: int) -> None:
+    """The norms of the row at `position`."""
+    log.info("norms at position %d: %s", position, ", ".join(f"{name} {norm:.4g}" for name, norm in norms.items()))
