@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...catalog.spec import Call
+from ...catalog.spec import Call, Dim3
 from ..case import Argument, Case, Draw
 from ..compare import Bound, bits, f64, rounds
 from ..inputs import F32, Array, normal
@@ -86,9 +86,14 @@ def _ordered(rows: tuple[int, ...], hidden: int, k: int) -> Draw:
     return draw
 
 
+def grid_of(rows: tuple[int, ...]) -> Dim3:
+    """The row counts of a launch: none, or T in y."""
+    return (1, rows[0] if rows else 1, 1)
+
+
 def blend_cases(rows: tuple[int, ...]) -> tuple[Case, ...]:
     """For `rows` () the kernel of one token, for (T,) that of T tokens, whose grid has them in y."""
-    grid = (1, *(rows or (1,)), 1)
+    grid = grid_of(rows)
     close: Mapping[str, Bound] = {"output": CLOSE}
     return (
         *(Case(f"H={h} k={k} K={n}", _random(rows, h, k, n, True), close, grid) for h, k, n in SHAPES),
