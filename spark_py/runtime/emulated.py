@@ -204,15 +204,18 @@ class EmulatedDevice(HostDevice):
 
     def _check_neighbours(self, name: str, pointers: Sequence[int]) -> None:
         """KernelBoundsError where the launch wrote beside an allocation that it was given."""
+        found = []
         for pointer in pointers:
             allocation = self.ledger.find(pointer)
             block = self._blocks.get(allocation.base) if allocation is not None else None
             damage = block.damage() if block is not None else None
             if block is not None and damage is not None:
                 block.mend()
-                raise KernelBoundsError(
-                    name, f"the launch wrote {damage} of {allocation}; a checked backend says which thread did"
-                )
+                found.append(f"{damage} of {allocation}")
+        if found:  # all of them are mended, so that freeing them later is no second error
+            raise KernelBoundsError(
+                name, f"the launch wrote {' and '.join(found)}; a checked backend says which thread did"
+            )
 
     def max_cooperative_blocks(self, kernel: LoadedKernel, threads: int, shared: int) -> int:
         return _MOST_COOPERATIVE
