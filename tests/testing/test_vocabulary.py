@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,23 @@ from spark_py.testing import (
     Normal,
     Output,
     Subnormal,
+    Table,
     Ties,
     WithNan,
     assert_rounds,
     assert_same_bits,
     assert_ulps,
+    bits,
     f64,
+    normal,
     rounds,
     ulps,
     within,
 )
 from spark_py.testing.plugin import drop_replaced_methods
 from spark_py.testing.writer import writing_block
+
+from ..emulator.support import emulate
 
 
 @pytest.mark.parametrize("draw", [Normal(3.0, 5), Large(), Ties(), WithNan(), Subnormal(), AnyBits()], ids=str)
@@ -148,6 +154,52 @@ def test_a_wrong_reference_is_an_assertion(kernel_case: KernelCase, rng: np.rand
         block=256,
         bounds={"residual": rounds(lambda c: f64(c.residual) + f64(c.src))},
     )
+
+
+def test_a_table_of_addresses(kernel_case: KernelCase, rng: np.random.Generator) -> None:
+    gate, up = (Table([None, normal(rng, 3, 16), normal(rng, 3, 16)]) for _ in range(2))
+    args = {
+        "A": Normal(),
+        "gate_weight_ptrs": gate,
+        "up_weight_ptrs": up,
+        "expert_indices": np.array([2, 0], np.uint32),
+        "sh_gate_weight": None,
+        "sh_up_weight": Normal(),
+        "N": 3,
+        "K": 16,
+        "top_k": 2,
+    }
+    name = "moe_shared_expert_fused_bf16", "moe_expert_gate_up_shared_bf16"
+    made = kernel_case(*name, args=args, bounds={})
+    assert f64(made["up_out"])[0].all()
+    assert not f64(made["up_out"])[1].any()
+    assert not f64(made["sh_gate_out"]).any()
+    with pytest.raises(InvalidArgumentError, match="a Table") as error:
+        kernel_case(*name, args=args | {"up_weight_ptrs": np.zeros(3, np.uint64)}, bounds={})
+    assert error.value.name == "up_weight_ptrs"
+
+
+THROUGH_A_TABLE = """
+extern "C" __global__ void first(const unsigned long long* table, unsigned* out, unsigned entry, unsigned spoil) {
+    unsigned* there = reinterpret_cast<unsigned*>(table[entry]);
+    out[threadIdx.x] = there == nullptr ? 7u : there[threadIdx.x];
+    if (spoil != 0u && threadIdx.x == 1u) there[1] = 0u;
+}
+"""
+
+
+def test_what_a_table_points_at_must_not_change(tmp_path: Path, rng: np.random.Generator) -> None:
+    def read(table: Any, out: Any, entry: int, spoil: int) -> Any:
+        return np.full(4, 7) if table[entry] is None else table[entry]
+
+    entries = [Integers(1, 99)(rng, (4,), U32), None]
+    with emulate(tmp_path, THROUGH_A_TABLE, name="k") as gpu:
+        case = KernelCase(gpu, rng)
+        args = {"table": Table(entries), "out": np.zeros(4, U32), "entry": 0, "spoil": 0}
+        for entry in (0, 1):
+            case("k", "first", args=args | {"entry": entry}, reference=read, block=4, bounds={"out": bits()})
+        with pytest.raises(AssertionError, match=r"table\[0\]: 1 of 4 differ"):
+            case("k", "first", args=args | {"spoil": 1}, reference=read, block=4, bounds={"out": bits()})
 
 
 @pytest.mark.parametrize(
