@@ -6,6 +6,7 @@ from __future__ import annotations
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
 from ._args import Weight, count, multiple_of, weight_ptr
+from .w4a16_gemv import only
 
 BLOCK = 128
 OUTPUTS = 8
@@ -36,6 +37,7 @@ def moe_expert_gate_up_shared_bf16(
     The tables u64 [E] hold the address of each expert's weights, on 16 bytes; an address of 0, or NULL for a shared
     weight, gives zeros.
     """
+    only(kernel, "moe_shared_expert_fused_bf16::moe_expert_gate_up_shared_bf16")
     multiple_of("k", k, 8, WHY_CHUNKS)
     grid = (div_ceil(count("n", n), OUTPUTS), count("top_k", top_k) + 1, 2)
     launch = KernelLaunch(gpu, kernel).grid(grid).block((BLOCK, 1, 1)).arg_ptr(input)
@@ -66,6 +68,7 @@ def moe_expert_silu_down_shared_bf16(
 
     Tables, zeros and k as `moe_expert_gate_up_shared_bf16`.
     """
+    only(kernel, "moe_shared_expert_fused_bf16::moe_expert_silu_down_shared_bf16")
     multiple_of("k", k, 8, WHY_CHUNKS)
     grid = (div_ceil(count("n", n), OUTPUTS), count("top_k", top_k) + 1, 1)
     launch = KernelLaunch(gpu, kernel).grid(grid).block((BLOCK, 1, 1))

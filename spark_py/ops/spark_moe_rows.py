@@ -8,6 +8,7 @@ from ..runtime.launch import KernelLaunch, div_ceil
 from ._args import Weight, count, multiple_of, weight_ptr
 from .moe_shared_expert_fused_bf16 import BLOCK, OUTPUTS, WHY_CHUNKS
 from .moe_weighted_sum_blend import BLOCK as BLEND_BLOCK
+from .w4a16_gemv import only
 
 
 def spark_moe_expert_gate_up_shared_bf16_rows(
@@ -31,6 +32,7 @@ def spark_moe_expert_gate_up_shared_bf16_rows(
 ) -> None:
     """`moe_expert_gate_up_shared_bf16` of each of `rows` rows, dense: input [T, k], expert_indices [T, top_k], gate_out
     and up_out [T, top_k, n], sh_gate_out and sh_up_out [T, n]."""
+    only(kernel, "spark_moe_rows::spark_moe_expert_gate_up_shared_bf16_rows")
     multiple_of("k", k, 8, WHY_CHUNKS)
     grid = (div_ceil(count("n", n), OUTPUTS), count("rows", rows), 2 * (count("top_k", top_k) + 1))
     launch = KernelLaunch(gpu, kernel).grid(grid).block((BLOCK, 1, 1)).arg_ptr(input)
@@ -59,6 +61,7 @@ def spark_moe_expert_silu_down_shared_bf16_rows(
 ) -> None:
     """`moe_expert_silu_down_shared_bf16` of each of `rows` rows, dense: gate_out and up_out [T, top_k, k], output
     [T, top_k, n], expert_indices [T, top_k], sh_gate_in and sh_up_in [T, k], sh_down_out [T, n]."""
+    only(kernel, "spark_moe_rows::spark_moe_expert_silu_down_shared_bf16_rows")
     multiple_of("k", k, 8, WHY_CHUNKS)
     grid = (div_ceil(count("n", n), OUTPUTS), count("rows", rows), count("top_k", top_k) + 1)
     launch = KernelLaunch(gpu, kernel).grid(grid).block((BLOCK, 1, 1))
@@ -84,6 +87,7 @@ def spark_moe_weighted_sum_blend_rows(
 ) -> None:
     """`moe_weighted_sum_blend` of each of `rows` rows, dense: expert_out [T, top_k, hidden], expert_weights [T, top_k],
     shared_out and output [T, hidden], input [T, k]; gate_weight [k] is one for all, or NULL."""
+    only(kernel, "spark_moe_rows::spark_moe_weighted_sum_blend_rows")
     multiple_of("k", k, 8, "the gate is read 16 bytes at a time")
     grid = (div_ceil(count("hidden", hidden), BLEND_BLOCK), count("rows", rows), 1)
     launch = KernelLaunch(gpu, kernel).grid(grid).block((BLEND_BLOCK, 1, 1))

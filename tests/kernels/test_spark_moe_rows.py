@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spark_py.ops import moe_shared_expert_fused_bf16 as single_ops
 from spark_py.ops import spark_moe_rows as ops
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -180,3 +181,13 @@ def test_impossible_numbers_are_refused(
     with pytest.raises(InvalidArgumentError) as error:
         ops.spark_moe_weighted_sum_blend_rows(gpu, third, p, p, p, p, p, p, rows, n, top_k, k, s)
     assert error.value.name == ("hidden" if name == "n" else name)
+
+
+def test_the_kernel_of_another_grid_is_refused(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    p, s = upload(gpu, normal(rng, 64)), gpu.default_stream()
+    one = gpu.kernel("moe_shared_expert_fused_bf16", "moe_expert_gate_up_shared_bf16")
+    with pytest.raises(InvalidArgumentError, match="gate_up_shared_bf16_rows"):
+        ops.spark_moe_expert_gate_up_shared_bf16_rows(gpu, one, p, p, p, p, p, p, p, p, p, p, 1, 1, 8, 1, s)
+    many = gpu.kernel(MODULE, "spark_moe_expert_silu_down_shared_bf16_rows")
+    with pytest.raises(InvalidArgumentError, match="moe_expert_silu_down_shared_bf16"):
+        single_ops.moe_expert_silu_down_shared_bf16(gpu, many, p, p, p, p, p, p, p, p, p, 1, 8, 1, s)
