@@ -25,7 +25,9 @@ from . import (
     residual_add,
     rms_norm_vanilla,
     rope,
+    spark_nvfp4_transpose,
     ssm_preprocess,
+    w4a16_gemm_t,
     w4a16_gemv,
     w4a16_gemv_fused,
 )
@@ -48,6 +50,8 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     ssm_preprocess.KERNELS,
     gemm.KERNELS,
     quantize_nvfp4.KERNELS,
+    w4a16_gemm_t.KERNELS,
+    spark_nvfp4_transpose.KERNELS,
     w4a16_gemv.KERNELS,
     w4a16_gemv_fused.KERNELS,
 )

@@ -23,6 +23,7 @@ FAMILIES = (
     "gemm",
     "quantize_nvfp4",
     "w4a16",
+    "w4a16_gemm_t",
 )
 
 

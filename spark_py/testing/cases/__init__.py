@@ -27,7 +27,9 @@ from . import (
     residual_add,
     rms_norm_vanilla,
     rope,
+    spark_nvfp4_transpose,
     ssm_preprocess,
+    w4a16_gemm_t,
     w4a16_gemv,
     w4a16_gemv_fused,
 )
@@ -51,6 +53,8 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "ssm_preprocess": ssm_preprocess.CASES,
     "gemm": gemm.CASES,
     "quantize_nvfp4": quantize_nvfp4.CASES,
+    "w4a16": w4a16_gemm_t.CASES,
+    "spark_nvfp4_transpose": spark_nvfp4_transpose.CASES,
     "w4a16_gemv": w4a16_gemv.CASES,
     "w4a16_gemv_fused": w4a16_gemv_fused.CASES,
 }
