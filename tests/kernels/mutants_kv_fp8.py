@@ -173,9 +173,10 @@ DECODE: tuple[Mutant, ...] = (
         _DECODE,
         "bytes read as E5M2",
         cu=Patch(
-            "spark_fp8.cuh",
-            "__nv_cvt_fp8x2_to_halfraw2(bytes, __NV_E4M3)",
-            "__nv_cvt_fp8x2_to_halfraw2(bytes, __NV_E5M2)",
+            "paged_decode_fp8.cu",
+            "spark_widen_e4m3(static_cast<unsigned short>(bytes & 0xffffu), to);",
+            "to[0] = __half2float(__ushort_as_half(static_cast<unsigned short>(bytes << 8)));\n"
+            "        to[1] = __half2float(__ushort_as_half(static_cast<unsigned short>(bytes & 0xff00u)));",
         ),
         py=Patch(
             "paged_decode_fp8.py",
