@@ -58,6 +58,14 @@ class SpeculativeStats:
             for j in range(n):
                 counts[j] += 1
 
+    def merge(self, other: SpeculativeStats) -> None:
+        """Add another run's counts."""
+        self.verify_steps += other.verify_steps
+        for counts, more in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
+            counts.extend([0] * (len(more) - len(counts)))
+            for j, n in enumerate(more):
+                counts[j] += n
+
     @property
     def drafted(self) -> int:
         """Drafts that were verified."""
