@@ -41,15 +41,17 @@ class Checkpoint:
     quantization: str
 
 
-def _qwen3_next(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack) -> Checkpoint:
+def _qwen3_next(
+    folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack, max_seqs: int, quantization: MtpQuantization
+) -> Checkpoint:
     """Gated full attention with dense FFNs, and an MTP head of the same shape."""
     config = ModelConfig.from_file(folder)
     if config.unknown:
         log.info("fields of config.json that nothing reads: %s", ", ".join(sorted(config.unknown)))
     store = stack.enter_context(WeightStore.open(folder))
     weights = load_target_weights(store, config, gpu)
-    buffers = stack.enter_context(BufferArena(config, BATCH_TOKENS, max_seq_len, BLOCK_SIZE, 1, gpu))
-    target = stack.enter_context(Qwen3NextTarget(weights, config, gpu, buffers))
+    buffers = stack.enter_context(BufferArena(config, BATCH_TOKENS, max_seq_len, BLOCK_SIZE, max_seqs, gpu))
+    target = stack.enter_context(Qwen3NextTarget(weights, config, gpu, buffers, max_seqs))
 
     def proposer(levers: ModelLevers) -> MtpHead:
         mtp = load_mtp_weights(store, config, gpu)
@@ -57,13 +59,13 @@ def _qwen3_next(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStac
             log.info("tensors that nothing reads: %s", ", ".join(unread))
         blocks = target.kv_cache.num_blocks()
         head = MtpHead(
-            mtp, weights.embed_tokens, weights.lm_head, None, config, gpu, MtpQuantization.BF16, 0, max_seq_len, blocks,
+            mtp, weights.embed_tokens, weights.lm_head, None, config, gpu, quantization, 0, max_seq_len, blocks,
             levers,
         )  # fmt: skip
         stack.callback(head.release)
         return head
 
-    return Checkpoint(config, target, proposer, MtpQuantization.BF16.value)
+    return Checkpoint(config, target, proposer, quantization.value)
 
 
 FAMILIES = MappingProxyType({"qwen3_next": _qwen3_next})
@@ -72,9 +74,15 @@ FAMILIES = MappingProxyType({"qwen3_next": _qwen3_next})
 
 @contextmanager
 def open_checkpoint(
-    folder: Path | str, gpu: GpuBackend, max_seq_len: int, family: str = "qwen3_next"
+    folder: Path | str,
+    gpu: GpuBackend,
+    max_seq_len: int,
+    family: str = "qwen3_next",
+    max_seqs: int = 1,
+    quantization: MtpQuantization = MtpQuantization.BF16,
 ) -> Iterator[Checkpoint]:
-    """The target of a folder in Hugging Face's form, for one sequence of at most `max_seq_len` tokens.
+    """The target of a folder in Hugging Face's form, for `max_seqs` sequences of at most `max_seq_len` tokens at once,
+    with draft heads in `quantization`.
 
     ConfigError, WeightError, UnsupportedError or InvalidArgumentError name the file, field or tensor that is missing,
     damaged or not offered. The draft head's tensors are read when `proposer` is first called.
@@ -82,4 +90,4 @@ def open_checkpoint(
     if family not in FAMILIES:
         raise InvalidArgumentError("family", family, f"one of {', '.join(FAMILIES)}")
     with ExitStack() as stack:
-        yield FAMILIES[family](Path(folder), gpu, max_seq_len, stack)
+        yield FAMILIES[family](Path(folder), gpu, max_seq_len, stack, max_seqs, quantization)

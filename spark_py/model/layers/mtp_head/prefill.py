@@ -32,7 +32,8 @@ class MtpHeadPrefill(MtpHeadForward):
 
     @property
     def supports_drafter_prefill(self) -> bool:
-        """Whether rows can be fed: the levers ask for it, and with `exact_drafter_rows` off there is a GEMM."""
+        """Whether rows can be fed: the levers ask for it, the projections are BF16, and with `exact_drafter_rows` off
+        there is a GEMM."""
         return self.prefill_scratch is not None and (self.levers.exact_drafter_rows or bool(self.dense_gemm_k))
 
     def drafter_rows_impl(
@@ -51,8 +52,7 @@ class MtpHeadPrefill(MtpHeadForward):
         if scratch is None or not self.supports_drafter_prefill:
             if not self._warned_prefill:
                 self._warned_prefill = True
-                reason = "its levers ask for no scratch" if scratch is None else "the kernel set has no dense_gemm_bf16"
-                log.warning("the drafter is not fed: %s", reason)
+                log.warning("the drafter is not fed: %s", self._why_not_fed())
             return 0
         rows = len(tokens) - 1
         if rows < 1:
@@ -69,6 +69,13 @@ class MtpHeadPrefill(MtpHeadForward):
         if self.levers.prefill_profile:
             log.info("fed %d drafter rows in %.3f ms", rows, 1e3 * (self._clock(stream) - started))
         return rows
+
+    def _why_not_fed(self) -> str:
+        if not self.quant.supports_drafter_prefill():
+            return f"its projections are in {self.quant.value}, and rows are fed in bf16 alone"
+        if self.prefill_scratch is None:
+            return "its levers ask for no scratch"
+        return "the kernel set has no dense_gemm_bf16"
 
     def _clock(self, stream: StreamLike) -> float:
         """Seconds, once the stream has done what it was given; 0 where nobody wants to know."""
