@@ -33,16 +33,16 @@ extern "C" __global__ void __launch_bounds__(128) moe_expert_gate_up_shared(
     float sh_gate_s2, __nv_bfloat16* __restrict__ sh_gate_out, const unsigned char* __restrict__ sh_up_packed,
     const unsigned char* __restrict__ sh_up_scale, float sh_up_s2, __nv_bfloat16* __restrict__ sh_up_out,
     unsigned int N, unsigned int K, unsigned int top_k) {
-    const SparkNvfp4Projection gate = {{gate_packed_ptrs, gate_scale_ptrs, gate_scale2_vals},
-                                       gate_out,
-                                       spark_nvfp4_shared(sh_gate_packed, sh_gate_scale, sh_gate_s2),
-                                       sh_gate_out};
-    const SparkNvfp4Projection up = {
-        {up_packed_ptrs, up_scale_ptrs, up_scale2_vals},
-        up_out,
-        spark_nvfp4_shared(sh_gate_packed != nullptr ? sh_up_packed : nullptr, sh_up_scale, sh_up_s2),
-        sh_up_out};
-    spark_expert_project(A, blockIdx.z == 0u ? gate : up, expert_indices, 0u, blockIdx.y, N, K, top_k);
+    const bool up = blockIdx.z != 0u;
+    const unsigned char* shared = up ? sh_up_packed : sh_gate_packed;
+    const SparkNvfp4Projection to = {
+        {up ? up_packed_ptrs : gate_packed_ptrs, up ? up_scale_ptrs : gate_scale_ptrs,
+         up ? up_scale2_vals : gate_scale2_vals},
+        up ? up_out : gate_out,
+        spark_nvfp4_shared(sh_gate_packed != nullptr ? shared : nullptr, up ? sh_up_scale : sh_gate_scale,
+                           up ? sh_up_s2 : sh_gate_s2),
+        up ? sh_up_out : sh_gate_out};
+    spark_expert_project(A, to, expert_indices, 0u, blockIdx.y, N, K, top_k);
 }
 
 // Grid (ceil(N / 8), rows, 2 * (top_k + 1)); z is 2 * slot for gate and 2 * slot + 1 for up.
@@ -56,17 +56,16 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_gate_up_share
     float sh_gate_s2, __nv_bfloat16* __restrict__ sh_gate_out, const unsigned char* __restrict__ sh_up_packed,
     const unsigned char* __restrict__ sh_up_scale, float sh_up_s2, __nv_bfloat16* __restrict__ sh_up_out,
     unsigned int N, unsigned int K, unsigned int top_k) {
-    const SparkNvfp4Projection gate = {{gate_packed_ptrs, gate_scale_ptrs, gate_scale2_vals},
-                                       gate_out,
-                                       spark_nvfp4_shared(sh_gate_packed, sh_gate_scale, sh_gate_s2),
-                                       sh_gate_out};
-    const SparkNvfp4Projection up = {
-        {up_packed_ptrs, up_scale_ptrs, up_scale2_vals},
-        up_out,
-        spark_nvfp4_shared(sh_gate_packed != nullptr ? sh_up_packed : nullptr, sh_up_scale, sh_up_s2),
-        sh_up_out};
-    spark_expert_project(A, blockIdx.z % 2u == 0u ? gate : up, expert_indices, blockIdx.y, blockIdx.z / 2u, N, K,
-                         top_k);
+    const bool up = blockIdx.z % 2u != 0u;
+    const unsigned char* shared = up ? sh_up_packed : sh_gate_packed;
+    const SparkNvfp4Projection to = {
+        {up ? up_packed_ptrs : gate_packed_ptrs, up ? up_scale_ptrs : gate_scale_ptrs,
+         up ? up_scale2_vals : gate_scale2_vals},
+        up ? up_out : gate_out,
+        spark_nvfp4_shared(sh_gate_packed != nullptr ? shared : nullptr, up ? sh_up_scale : sh_gate_scale,
+                           up ? sh_up_s2 : sh_gate_s2),
+        up ? sh_up_out : sh_gate_out};
+    spark_expert_project(A, to, expert_indices, blockIdx.y, blockIdx.z / 2u, N, K, top_k);
 }
 
 // Activation and down projection. gate_out and up_out [top_k, K], sh_gate_in and sh_up_in [K]; C [top_k, N],

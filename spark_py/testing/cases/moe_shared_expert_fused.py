@@ -100,7 +100,7 @@ def lost_gated(k: int) -> float:
     return lost(k) + SILU_BOUND
 
 
-def _slots(flavour: Flavour, c: Call, rows: Any, prefix: str, slack: Callable[[int], float] | None) -> Any:
+def routed_slots(flavour: Flavour, c: Call, rows: Any, prefix: str, slack: Callable[[int], float] | None) -> Any:
     """rows [..., top_k, K] through the experts that the call's ids name: [..., top_k, N]."""
     ids = c.expert_indices
     result = np.zeros((*ids.shape, c.N))
@@ -125,7 +125,7 @@ def project_bounds(flavour: Flavour) -> Mapping[str, Bound]:
     def routed(prefix: str, slack: Callable[[int], float] | None) -> Callable[[Call], Any]:
         def value(c: Call) -> Any:
             rows = np.broadcast_to(f64(c.A)[..., None, :], (*c.expert_indices.shape, c.K))
-            return _slots(flavour, c, rows, prefix, slack)
+            return routed_slots(flavour, c, rows, prefix, slack)
 
         return value
 
@@ -149,8 +149,8 @@ def down_bounds(flavour: Flavour, shared: bool = True) -> Mapping[str, Bound]:
 
     def routed(slack: Callable[[int], float] | None) -> Callable[[Call], Any]:
         return lambda c: (
-            _slots(flavour, c, gated(c.gate_out, c.up_out), "", slack)
-            + (0.0 if slack is None else _slots(flavour, c, SILU_FLOOR * f64(c.up_out), "", lambda k: 1.0))
+            routed_slots(flavour, c, gated(c.gate_out, c.up_out), "", slack)
+            + (0.0 if slack is None else routed_slots(flavour, c, SILU_FLOOR * f64(c.up_out), "", lambda k: 1.0))
         )
 
     def alone(slack: Callable[[int], float] | None) -> Callable[[Call], Any]:
@@ -241,7 +241,7 @@ def project_mirrored(flavour: Flavour, shape: Shape) -> Draw:
             return flavour.mirrored(rng, shape.n, shape.k, order)
 
         return {
-            "A": _mirrored_rows(rng, shape.lead, shape.k, order),
+            "A": mirrored_rows(rng, shape.lead, shape.k, order),
             **flavour.tables("gate_", [weight() for _ in range(shape.experts)]),
             **flavour.tables("up_", [weight() for _ in range(shape.experts)]),
             **flavour.shared("sh_gate", weight()),
@@ -287,7 +287,7 @@ def down_mirrored(flavour: Flavour, shape: Shape, shared: bool = True) -> Draw:
         def rows(lead: tuple[int, ...]) -> tuple[Array, Array]:
             gate = rng.uniform(20.0, 120.0, (*lead, shape.k)).astype(BF16)
             gate[..., shape.k // 2 :] = gate[..., order]
-            return gate, _mirrored_rows(rng, lead, shape.k, order)
+            return gate, mirrored_rows(rng, lead, shape.k, order)
 
         gate, up = rows((*shape.lead, shape.top_k))
         sh_gate, sh_up = rows(shape.lead)
@@ -314,7 +314,7 @@ def sizes(shape: Shape) -> Arguments:
     return {"N": shape.n, "K": shape.k, "top_k": shape.top_k}
 
 
-def _mirrored_rows(rng: np.random.Generator, lead: tuple[int, ...], k: int, order: Array) -> Array:
+def mirrored_rows(rng: np.random.Generator, lead: tuple[int, ...], k: int, order: Array) -> Array:
     x = (normal(rng, *lead, k).astype(F32) * 2.0 ** rng.integers(-10, 10, (*lead, k))).astype(BF16)
     x[..., k // 2 :] = x[..., order]
     return x
