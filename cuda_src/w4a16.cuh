@@ -217,33 +217,62 @@ __device__ __forceinline__ float spark_w4_pair(float sum, unsigned a, float fact
     return sum + spark_high(a) * (high * factor);
 }
 
-// A . B[output], scaled by weight, in FP32: four outputs a block of 256 threads, right in lane 0 of each 64. One call a
-// kernel, by every thread.
+__device__ __forceinline__ float spark_w4_both(const float* halves) { return halves[0] + halves[1]; }
+
+// A[r] . B[output] of ROWS rows, scaled by weight, in FP32: four outputs a block of 256 threads, right in lane 0 of each
+// 64. One call a kernel, by every thread.
+template <unsigned ROWS>
+__device__ __forceinline__ void spark_w4_by_weight(float (&totals)[ROWS], const __nv_bfloat16* a,
+                                                   const unsigned char* packed, const unsigned char* scales,
+                                                   float scale2, size_t output, unsigned n, unsigned k) {
+    __shared__ float warp_sums[ROWS][8];
+    const unsigned lane = threadIdx.x % SPARK_W4_LANES;
+    const unsigned words = output < n ? k / 8u : 0u;
+    const uint4* rows = reinterpret_cast<const uint4*>(a);
+    const unsigned* codes = reinterpret_cast<const unsigned*>(packed) + output * words;
+    const unsigned char* row_scales = scales + output * (words / 2u);
+    float sums[ROWS] = {};
+    for (unsigned word = lane; word < words; word += SPARK_W4_LANES) {
+        const float factor = spark_e4m3(row_scales[word / 2u]) * scale2;
+        float w[8];
+        spark_w4_decode(w, codes[word]);
+#pragma unroll
+        for (unsigned r = 0u; r < ROWS; ++r) {
+            const uint4 x = rows[static_cast<size_t>(r) * words + word];
+            sums[r] = spark_w4_pair(sums[r], x.x, factor, w[0], w[1]);
+            sums[r] = spark_w4_pair(sums[r], x.y, factor, w[2], w[3]);
+            sums[r] = spark_w4_pair(sums[r], x.z, factor, w[4], w[5]);
+            sums[r] = spark_w4_pair(sums[r], x.w, factor, w[6], w[7]);
+        }
+    }
+#pragma unroll
+    for (unsigned r = 0u; r < ROWS; ++r) {
+        const float sum = spark_warp_sum(sums[r], SPARK_WARP);
+        if (threadIdx.x % SPARK_WARP == 0u) {
+            warp_sums[r][threadIdx.x / SPARK_WARP] = sum;
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (unsigned r = 0u; r < ROWS; ++r) {
+        totals[r] = spark_w4_both(warp_sums[r] + threadIdx.x / SPARK_W4_LANES * 2u);
+    }
+}
+
+// The same for one row.
 __device__ __forceinline__ float spark_w4_by_weight(const __nv_bfloat16* a, const unsigned char* packed,
                                                     const unsigned char* scales, float scale2, size_t output,
                                                     unsigned n, unsigned k) {
-    __shared__ float warp_sums[8];
-    const unsigned lane = threadIdx.x % SPARK_W4_LANES;
-    const unsigned words = output < n ? k / 8u : 0u;
-    const uint4* row = reinterpret_cast<const uint4*>(a);
-    const unsigned* codes = reinterpret_cast<const unsigned*>(packed) + output * words;
-    const unsigned char* row_scales = scales + output * (words / 2u);
-    float sum = 0.0f;
-    for (unsigned word = lane; word < words; word += SPARK_W4_LANES) {
-        const float factor = spark_e4m3(row_scales[word / 2u]) * scale2;
-        const uint4 x = row[word];
-        float w[8];
-        spark_w4_decode(w, codes[word]);
-        sum = spark_w4_pair(sum, x.x, factor, w[0], w[1]);
-        sum = spark_w4_pair(sum, x.y, factor, w[2], w[3]);
-        sum = spark_w4_pair(sum, x.z, factor, w[4], w[5]);
-        sum = spark_w4_pair(sum, x.w, factor, w[6], w[7]);
-    }
-    sum = spark_warp_sum(sum, SPARK_WARP);
-    if (threadIdx.x % SPARK_WARP == 0u) {
-        warp_sums[threadIdx.x / SPARK_WARP] = sum;
-    }
-    __syncthreads();
-    const float* halves = warp_sums + threadIdx.x / SPARK_W4_LANES * 2u;
-    return halves[0] + halves[1];
+    float total[1];
+    spark_w4_by_weight(total, a, packed, scales, scale2, output, n, k);
+    return total[0];
+}
+
+// Where output n of a joint projection goes, whose rows are each head's query and then its gate: all queries, then all
+// gates.
+__device__ __forceinline__ size_t spark_w4_apart(size_t output, unsigned num_heads, unsigned head_dim) {
+    const size_t head = output / (2u * head_dim);
+    const size_t element = output % (2u * head_dim);
+    const size_t at = element < head_dim ? element : static_cast<size_t>(num_heads) * head_dim + element - head_dim;
+    return head * head_dim + at;
 }

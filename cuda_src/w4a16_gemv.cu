@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 // Module w4a16_gemv: y = x W^T for one row x and NVFP4 weights [N, K]. The kernels for several rows are in
-// w4a16_gemv_batch.cu.
+// w4a16_gemv_batch.cu and w4a16_gemv_joint_batch.cu.
 
 #include "w4a16.cuh"
 
@@ -31,10 +31,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const size_t output = static_cast<size_t>(blockIdx.x) * 4u + threadIdx.x / SPARK_W4_LANES;
     const float sum = spark_w4_by_weight(A, B_packed, B_scale, scale2, output, N, K);
     if (threadIdx.x % SPARK_W4_LANES == 0u && output < N) {
-        const size_t head = output / (2u * head_dim);
-        const size_t element = output % (2u * head_dim);
-        const size_t at = element < head_dim ? element : static_cast<size_t>(num_heads) * head_dim + element - head_dim;
-        spark_store(C + head * head_dim + at, sum);
+        spark_store(C + spark_w4_apart(output, num_heads, head_dim), sum);
     }
 }
 

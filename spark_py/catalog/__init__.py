@@ -30,6 +30,7 @@ from . import (
     w4a16_gemm_t,
     w4a16_gemv,
     w4a16_gemv_fused,
+    w4a16_gemv_joint_batch,
 )
 from .spec import KernelSpec
 
@@ -53,6 +54,7 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     w4a16_gemm_t.KERNELS,
     spark_nvfp4_transpose.KERNELS,
     w4a16_gemv.KERNELS,
+    w4a16_gemv_joint_batch.KERNELS,
     w4a16_gemv_fused.KERNELS,
 )
 

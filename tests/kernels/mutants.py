@@ -24,6 +24,7 @@ FAMILIES = (
     "quantize_nvfp4",
     "w4a16",
     "w4a16_gemm_t",
+    "w4a16_joint",
 )
 
 

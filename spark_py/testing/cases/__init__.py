@@ -32,6 +32,7 @@ from . import (
     w4a16_gemm_t,
     w4a16_gemv,
     w4a16_gemv_fused,
+    w4a16_gemv_joint_batch,
 )
 
 __all__ = ["cases_of"]
@@ -55,7 +56,7 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "quantize_nvfp4": quantize_nvfp4.CASES,
     "w4a16": w4a16_gemm_t.CASES,
     "spark_nvfp4_transpose": spark_nvfp4_transpose.CASES,
-    "w4a16_gemv": w4a16_gemv.CASES,
+    "w4a16_gemv": {**w4a16_gemv.CASES, **w4a16_gemv_joint_batch.CASES},
     "w4a16_gemv_fused": w4a16_gemv_fused.CASES,
 }
 
