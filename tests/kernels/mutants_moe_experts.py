@@ -95,6 +95,7 @@ MUTANTS: tuple[Mutant, ...] = (
         py=Patch(_NVFP4_PY, _LANES_PY, "turn = terms[first : first + WARP][::-1]"),
     ),
     _cu(_GATE_UP, "one output a warp", _CUH, _OUTPUTS_CU, "1u;"),
+    _cu(_GATE_UP, "outputs past N written", _CUH, _OUTPUTS_CU, "OUTPUTS;"),
     _cu(_GATE_UP, "nothing written for an expert that is not there", _CUH, _ABSENT_CU, "(void)out;"),
     _cu(
         _GATE_UP,
