@@ -84,8 +84,8 @@ def _one_mirrored(shape: Shape) -> Draw:
 
 CASES: Mapping[str, tuple[Case, ...]] = {
     "moe_expert_gemv": (
-        *(Case(f"one row for all, {each}", _one(each, 0), _ONE, tag="abi") for each in CLOSE),
-        *(Case(f"a row each, {each}", _one(each, each.k), _ONE, tag="abi") for each in CLOSE[1:]),
+        *(Case(f"one row for all, {each}", _one(each, 0), _ONE) for each in CLOSE),
+        *(Case(f"a row each, {each}", _one(each, each.k), _ONE) for each in CLOSE[1:]),
         Case("rows apart", _one(CLOSE[1], 80), _ONE, tag="abi"),
         *(ordered(each, _one_mirrored(each), "C") for each in CANCELLING),
     )
