@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What differs between mixtures of experts in NVFP4, BF16 and FP8: their device tables, kernels and launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...ops.gemv import dense_gemv
+from ...ops.gemv_fp8w import dense_gemv_fp8w
+from ...ops.moe_shared_expert_fused import (
+    Nvfp4Tables,
+    moe_expert_gate_up_shared,
+    moe_expert_silu_down_shared,
+)
+from ...ops.moe_shared_expert_fused_bf16 import moe_expert_gate_up_shared_bf16, moe_expert_silu_down_shared_bf16
+from ...ops.spark_moe_rows import (
+    spark_moe_expert_gate_up_shared_bf16_rows,
+    spark_moe_expert_silu_down_shared_bf16_rows,
+)
+from ...ops.spark_moe_shared_expert_fused_fp8 import (
+    Fp8Tables,
+    spark_moe_expert_gate_up_shared_fp8,
+    spark_moe_expert_silu_down_shared_fp8,
+)
+from ...ops.w4a16_gemv import w4a16_gemv
+from ...runtime.errors import InvalidArgumentError, UnsupportedError
+from ...runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
+from ..weight_map import (
+    DenseExpertWeight,
+    DenseWeight,
+    ExpertWeight,
+    Fp8DenseExpertWeight,
+    Fp8DenseWeight,
+    QuantizedWeight,
+)
+
+__all__ = ["FORMATS", "ExpertFormat", "expert_format"]
+
+Kernel = tuple[str, str]
+"""(module, function)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFormat:
+    """One format of experts.
+
+    `step` divides every K. `columns` are the tables of a projection, with an entry an expert; `entry(projection)` has
+    one value for each, and `tables(pointers)` is what the launchers take. `check(name, projection, n, k)` refuses a
+    projection that does not fit. `gate_up` and `down` launch one row, or with `rows` several; `gemv` a single product.
+    """
+
+    name: str
+    step: int
+    columns: Mapping[str, Any]
+    entry: Callable[[Any], tuple[float, ...]]
+    tables: Callable[[Sequence[DevicePtr]], Any]
+    check: Callable[[str, Any, int, int], None]
+    gate_up_k: Kernel
+    down_k: Kernel
+    gate_up_rows_k: Kernel
+    down_rows_k: Kernel
+    gemv_k: Kernel
+    gate_up: Callable[..., None]
+    down: Callable[..., None]
+    gemv: Callable[..., None]
+
+
+def _nvfp4_entry(weight: QuantizedWeight) -> tuple[float, ...]:
+    return weight.weight.address, weight.weight_scale.address, weight.weight_scale_2
+
+
+def _fp8_entry(weight: Fp8DenseWeight) -> tuple[float, ...]:
+    return weight.weight.address, weight.row_scale.address
+
+
+def _check_plain(name: str, weight: DenseWeight | QuantizedWeight, n: int, k: int) -> None:
+    weight.check_shape(name, n, k)
+
+
+def _check_fp8(name: str, weight: Fp8DenseWeight, n: int, k: int) -> None:
+    DenseWeight(weight.row_scale).check_shape(f"row_scale of {name}")
+    DenseWeight(weight.weight, (weight.n, weight.k)).check_shape(name, n, k)
+
+
+def _bf16_gate_up(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    input: DevicePtr,  # noqa: A002 - the engine's name
+    gate: DevicePtr,
+    gate_out: DevicePtr,
+    up: DevicePtr,
+    up_out: DevicePtr,
+    expert_indices: DevicePtr,
+    sh_gate: DenseWeight | None,
+    sh_gate_out: DevicePtr,
+    sh_up: DenseWeight | None,
+    sh_up_out: DevicePtr,
+    n: int,
+    k: int,
+    top_k: int,
+    stream: StreamLike,
+    rows: int | None = None,
+) -> None:
+    """The BF16 launchers with the arguments of the others."""
+    shared = (sh_gate or DevicePtr.NULL, sh_gate_out, sh_up or DevicePtr.NULL, sh_up_out)
+    args = (gpu, kernel, input, gate, gate_out, up, up_out, expert_indices, *shared)
+    if rows is None:
+        moe_expert_gate_up_shared_bf16(*args, n, k, top_k, stream)
+    else:
+        spark_moe_expert_gate_up_shared_bf16_rows(*args, rows, n, k, top_k, stream)
+
+
+def _bf16_down(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    gate_out: DevicePtr,
+    up_out: DevicePtr,
+    down: DevicePtr,
+    output: DevicePtr,
+    expert_indices: DevicePtr,
+    sh_gate_in: DevicePtr,
+    sh_up_in: DevicePtr,
+    sh_down: DenseWeight | None,
+    sh_down_out: DevicePtr,
+    n: int,
+    k: int,
+    top_k: int,
+    stream: StreamLike,
+    rows: int | None = None,
+) -> None:
+    shared = (sh_gate_in, sh_up_in, sh_down or DevicePtr.NULL, sh_down_out)
+    args = (gpu, kernel, gate_out, up_out, down, output, expert_indices, *shared)
+    if rows is None:
+        moe_expert_silu_down_shared_bf16(*args, n, k, top_k, stream)
+    else:
+        spark_moe_expert_silu_down_shared_bf16_rows(*args, rows, n, k, top_k, stream)
+
+
+_NVFP4, _BF16 = "moe_shared_expert_fused", "moe_shared_expert_fused_bf16"
+_FP8, _ROWS = "spark_moe_shared_expert_fused_fp8", "spark_moe_rows"
+
+FORMATS: Mapping[type, ExpertFormat] = {
+    ExpertWeight: ExpertFormat(
+        name="NVFP4",
+        step=16,
+        columns={"packed_ptrs": np.uint64, "scale_ptrs": np.uint64, "scale2_vals": np.float32},
+        entry=_nvfp4_entry,
+        tables=lambda pointers: Nvfp4Tables(*pointers),
+        check=_check_plain,
+        gate_up_k=(_NVFP4, "moe_expert_gate_up_shared"),
+        down_k=(_NVFP4, "moe_expert_silu_down_shared"),
+        gate_up_rows_k=(_NVFP4, "spark_moe_expert_gate_up_shared_rows"),
+        down_rows_k=(_NVFP4, "spark_moe_expert_silu_down_shared_rows"),
+        gemv_k=("w4a16_gemv", "w4a16_gemv"),
+        gate_up=moe_expert_gate_up_shared,
+        down=moe_expert_silu_down_shared,
+        gemv=w4a16_gemv,
+    ),
+    DenseExpertWeight: ExpertFormat(
+        name="BF16",
+        step=8,
+        columns={"weight_ptrs": np.uint64},
+        entry=lambda weight: (weight.weight.address,),
+        tables=lambda pointers: pointers[0],
+        check=_check_plain,
+        gate_up_k=(_BF16, "moe_expert_gate_up_shared_bf16"),
+        down_k=(_BF16, "moe_expert_silu_down_shared_bf16"),
+        gate_up_rows_k=(_ROWS, "spark_moe_expert_gate_up_shared_bf16_rows"),
+        down_rows_k=(_ROWS, "spark_moe_expert_silu_down_shared_bf16_rows"),
+        gemv_k=("gemv", "dense_gemv_bf16"),
+        gate_up=_bf16_gate_up,
+        down=_bf16_down,
+        gemv=dense_gemv,
+    ),
+    Fp8DenseExpertWeight: ExpertFormat(
+        name="FP8",
+        step=16,
+        columns={"weight_ptrs": np.uint64, "scale_ptrs": np.uint64},
+        entry=_fp8_entry,
+        tables=lambda pointers: Fp8Tables(*pointers),
+        check=_check_fp8,
+        gate_up_k=(_FP8, "spark_moe_expert_gate_up_shared_fp8"),
+        down_k=(_FP8, "spark_moe_expert_silu_down_shared_fp8"),
+        gate_up_rows_k=(_FP8, "spark_moe_expert_gate_up_shared_fp8_rows"),
+        down_rows_k=(_FP8, "spark_moe_expert_silu_down_shared_fp8_rows"),
+        gemv_k=("gemv_fp8w", "dense_gemv_fp8w"),
+        gate_up=spark_moe_expert_gate_up_shared_fp8,
+        down=spark_moe_expert_silu_down_shared_fp8,
+        gemv=dense_gemv_fp8w,
+    ),
+}
+"""By the type of an expert's weights."""
+
+
+def expert_format(experts: Sequence[Any]) -> ExpertFormat:
+    """The format that all of `experts` have. UnsupportedError for one that no kernel takes, say block-scaled."""
+    if not experts:
+        raise InvalidArgumentError("experts", 0, "at least one expert is needed")
+    kinds = sorted({type(each).__name__ for each in experts})
+    if len(kinds) > 1:
+        raise InvalidArgumentError("experts", ", ".join(kinds), "all of one format are needed, the shared one too")
+    found = FORMATS.get(type(experts[0]))
+    if found is None:
+        offered = ", ".join(kind.__name__ for kind in FORMATS)
+        raise UnsupportedError(f"experts as {kinds[0]} are not offered: make them one of {offered}")
+    return found
