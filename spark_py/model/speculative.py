@@ -183,8 +183,6 @@ class SpeculativeDecoder:
             slot.drop()
         self.target.rollback(seq.seq_len - keep, seq)
         state.pending = None
-        if state.ring is not None:
-            state.ring.labels.clear()
         return wanted[keep:]
 
     # ------------------------------------------------------------ the loop

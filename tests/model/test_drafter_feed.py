@@ -138,29 +138,28 @@ def test_a_feed_that_fails_or_falls_short_ends_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Two segments around the ring's end; after the first is not taken, the second is not tried, and drafts go on."""
-    small_ring(monkeypatch, 512)
+    """Where the first of two pieces around the ring's end is not taken, the second is not tried, and drafts go on."""
+    small_ring(monkeypatch, 5)
     prompt = rng.integers(0, 300, 11).tolist()
     with opened(gpu, tiny) as found:
         run = Run(found, replace(ONE, catchup=True))
         wanted = run.plain.generate(prompt, 20).tokens
-        calls: list[int] = []
+        state, lengths = run.decoder.alloc_state(), []
 
-        def exhausted(*args: Any) -> int:
-            calls.append(len(args[0]))
-            if len(calls) % 2:
+        def refuse(*args: Any) -> int:
+            lengths.append(state.target.seq_len)
+            if len(lengths) % 2:
                 raise KvCacheExhausted(1, 0)
             return 0
 
-        monkeypatch.setattr(run.head, "catchup_drafter", exhausted)
-        monkeypatch.setattr(
-            run.head,
-            "prefill_drafter",
-            lambda *args: MtpHead.catchup_drafter(run.head, args[0], args[1], 0, 1, *args[2:]),
-        )
-        assert run.decoder.generate(prompt, 20).tokens == wanted
-        assert calls
-        assert sum("catch-up of" in record.message for record in caplog.records) == -(-len(calls) // 2)
+        def from_now_on(tokens: list[int]) -> None:
+            monkeypatch.setattr(run.head, "catchup_drafter", refuse)
+
+        assert run.decoder.generate(prompt, 20, state, from_now_on).tokens == wanted
+        assert len(lengths) > 3
+        assert len(set(lengths)) == len(lengths), "one call a step"
+        assert sum("catch-up of" in record.message for record in caplog.records) == -(-len(lengths) // 2)
+        run.decoder.free_state(state)
 
 
 @pytest.mark.parametrize("lever", ["refeed", "catchup"])
@@ -246,7 +245,7 @@ def test_a_drafter_that_comes_late_is_shown_everything(gpu: GpuBackend, tiny: Ti
 
 
 def test_a_prompt_from_its_beginning_gives_back_what_was_carried(
-    gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator
+    gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The hidden rows of the whole prompt are there, and are better. The pool is that of one sequence: what is in the
     slot must not take it."""
@@ -254,14 +253,17 @@ def test_a_prompt_from_its_beginning_gives_back_what_was_carried(
     with opened(gpu, tiny, 96) as found:
         run = Run(found, ONE, carried=True)
         wanted = run.plain.generate(prompt, 40).tokens
+        assert run.carry is not None
+        run.carry.debug = True
         for _ in range(3):
-            assert run.decoder.generate(prompt, 40).tokens == wanted
-            assert run.carry is not None
+            with caplog.at_level("INFO", "spark_py.model"):
+                assert run.decoder.generate(prompt, 40).tokens == wanted
             assert run.carry.entry is not None
             assert run.carry.entry.tokens == (*prompt, *wanted)
             assert run.head.kv_cache.num_free_blocks() == run.free - len(run.carry.entry.blocks)
         run.carry.drop()
         assert run.head.kv_cache.num_free_blocks() == run.free
+        assert [record.message.split()[2] for record in caplog.records if "carry" in record.message] == ["kept"] * 3
 
 
 @pytest.mark.parametrize("common", [0, 1, 2, 20, 30])

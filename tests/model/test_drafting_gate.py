@@ -95,6 +95,17 @@ def test_one_lost_window_is_not_enough() -> None:
     assert gate.mode(1) is MTP
 
 
+def test_lost_windows_count_in_a_row() -> None:
+    """Lost, won, lost: means of 94, 98.8 and 93.2 against 100, and margins of 5, 5 and 6."""
+    gate = ThroughputGate()
+    steps(gate, 32, 100, 100)
+    for rate in (80, 110, 80):
+        assert windows(steps(gate, 16, rate, 100)) == "m"
+        assert gate.mode(1) is MTP
+    steps(gate, 16, 80, 100)
+    assert gate.mode(1) is PLAIN
+
+
 def test_rates_are_weighted_means() -> None:
     rate = Baseline(100, 0, 10)
     rate.add(200, 20)
@@ -154,6 +165,19 @@ def test_a_stale_rate_is_measured_again_and_compared_with_nothing() -> None:
     assert plain is not None
     assert mtp is not None
     assert (plain.mean, mtp.mean) == (pytest.approx(80), pytest.approx(100)), "replaced, not mixed"
+
+
+def test_a_rate_that_becomes_stale_within_a_window_is_compared_with_nothing() -> None:
+    """The context passes 600 tokens in the middle of a window. The next two are of the plain run, and both are lost."""
+    gate = ThroughputGate()
+    steps(gate, 32, 100, 100, depth=300)
+    steps(gate, 8, 50, 100, depth=500)
+    steps(gate, 8, 50, 100, depth=700)
+    assert gate.mode(1) is MTP
+    assert windows(steps(gate, 16, 50, 100, depth=700)) == "p"
+    assert gate.mode(1) is MTP, "one window that counts"
+    assert windows(steps(gate, 16, 50, 100, depth=700)) == "p"
+    assert gate.mode(1) is PLAIN
 
 
 def test_the_cadence_is_the_levers() -> None:
