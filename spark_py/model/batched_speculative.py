@@ -45,12 +45,14 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Running:
-    """A sequence in work. drafts: of this step; log_probs: of theirs, where the proposer said them."""
+    """A sequence in work. drafts: of this step; log_probs: of theirs, where the proposer said them. noted: whether the
+    log has that it did not draft in some step."""
 
     request: _Waiting
     state: DecodeState
     drafts: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    noted: bool = False
 
     @property
     def index(self) -> int:
@@ -64,6 +66,12 @@ class _Running:
     def token(self) -> int:
         assert self.state.pending is not None
         return self.state.pending
+
+    def note_undrafted(self, error: KvCacheExhausted) -> None:
+        """An error once, since a pool that is short is so for many steps."""
+        level = logging.DEBUG if self.noted else logging.ERROR
+        log.log(level, "sequence %d does not draft in this step: %s", self.index, error)
+        self.noted = True
 
 
 class BatchedSpeculativeDecoder(SpeculativeDecoder):
@@ -234,7 +242,7 @@ class BatchedSpeculativeDecoder(SpeculativeDecoder):
             try:
                 self._complete(sequence.state)
             except KvCacheExhausted as error:
-                log.error("sequence %d does not draft in this step: %s", sequence.index, error)
+                sequence.note_undrafted(error)
                 continue
             ready.append(sequence)
 
@@ -249,7 +257,7 @@ class BatchedSpeculativeDecoder(SpeculativeDecoder):
             try:
                 sequence.drafts = self._propose(sequence.token, sequence.state, num_drafts)
             except KvCacheExhausted as error:
-                log.error("sequence %d does not draft in this step: %s", sequence.index, error)
+                sequence.note_undrafted(error)
         self._cut(running, num_drafts)
 
     def _batch_width(self) -> int:

@@ -190,7 +190,9 @@ class DraftProposer(ABC):
         stream: StreamLike,
         out_conf: list[list[float]] | None = None,
     ) -> list[list[int]] | None:
-        """As `propose`, for several sequences in one pass; None where that is not offered."""
+        """As `propose`, for several sequences in one pass: a list of drafts each; None where that is not offered for
+        these sequences. `out_conf` becomes a list a sequence, ln of the probability of each draft, 0.0 where it is not
+        measured; it stays empty where the proposer measures none."""
         return None
 
     def propose_batch_max(self, buffers: BufferArena, config: ModelConfig) -> int:

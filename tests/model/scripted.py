@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Proposers that say what a test wants them to say, and greedy decoding without the loop under test."""
+"""Proposers that say what a test wants them to say, a checkpoint whose own head is often right, and greedy decoding
+without the loop under test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from spark_py.model.layer import DraftProposer, ForwardContext, ProposerState
 from spark_py.model.target import Qwen3NextTarget
 from spark_py.runtime.gpu import DevicePtr, GpuBackend, StreamLike
+from tests.model.tiny import BF16, Tiny, write_tiny
 
 VOCAB, MAX_SEQ_LEN = 300, 96
 
@@ -130,3 +133,22 @@ def noisy(prompt: Sequence[int], tokens: Sequence[int], rng: np.random.Generator
         return found
 
     return Scripted(guess)
+
+
+def write_drafting_tiny(folder: Path, rng: np.random.Generator) -> Tiny:
+    """A checkpoint whose head is right about as often as it is wrong.
+
+    Layers add little to the stream, so that the next token follows mostly from the last one, and the head's fc passes
+    the embedding on: both then pick alike.
+    """
+    found = write_tiny(folder, rng)
+    h = found.raw["hidden_size"]
+    for name, value in found.weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            found.weights[name] = (value.astype(np.float32) * 0.35).astype(BF16)
+    found.weights["mtp.fc.weight"][:, :h] = np.eye(h)
+    found.weights["mtp.fc.weight"][:, h:] *= BF16.type(0.1)
+    found.weights["mtp.pre_fc_norm_embedding.weight"] *= BF16.type(0.1)
+    found.weights["mtp.norm.weight"] = found.weights["model.norm.weight"]
+    found.save()
+    return found

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 
 from spark_py.model.batched_speculative import BatchedSpeculativeDecoder
+from spark_py.model.checkpoint import open_checkpoint
 from spark_py.model.drafting.gate import ThroughputGate
 from spark_py.model.layer import ForwardContext, ProposerState
+from spark_py.model.layers.mtp_head import MtpHead
 from spark_py.model.levers import ModelLevers
-from spark_py.model.speculative import Generation
+from spark_py.model.row_policy import RowPolicy
+from spark_py.model.speculative import Generation, SpeculativeDecoder
 from spark_py.model.target import Qwen3NextTarget
 from spark_py.runtime.buffers import BufferArena
 from spark_py.runtime.errors import CapacityError, InvalidArgumentError, KvCacheExhausted
 from spark_py.runtime.gpu import DevicePtr, GpuBackend, StreamLike
-from tests.model.scripted import VOCAB, Scripted, ScriptState, plain
+from tests.model.scripted import VOCAB, Scripted, ScriptState, plain, write_drafting_tiny
 from tests.model.tiny import open_target, write_tiny
 
 MAX_SEQ_LEN, NEW = 64, 18
@@ -366,6 +369,21 @@ def test_shares_and_budgets(
     assert [state.accepted[0] for state in proposer.states] == accepted
 
 
+def test_a_sequence_without_drafts_takes_a_row_too(
+    target: Qwen3NextTarget, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 rows: one for it, two for each of the others, and three for the best of their deeper drafts."""
+    prompts, wanted, proposer = crowd(target, rng, 3)
+    proposer.sure = True
+    real = proposer.drafts
+    monkeypatch.setattr(proposer, "drafts", lambda state, *args: [] if proposer.who(state) == 2 else real(state, *args))
+    levers = ModelLevers(dcut_ratio=1.0)
+    decoder = BatchedSpeculativeDecoder(target, proposer, 3, levers=levers, row_budget=8)
+    check(decoder.generate_all(prompts, NEW), wanted, proposer)
+    assert [state.accepted[0] for state in proposer.states[:2]] == [3, 2]
+    assert proposer.states[2].accepted == []
+
+
 def test_one_draft_or_no_probabilities_leave_nothing_to_cut(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 3)
     levers = ModelLevers(dcut_ratio=0.25)
@@ -429,6 +447,54 @@ def test_a_drafter_without_blocks_drafts_later_or_never(
     assert sum("does not see prompt" in message for message in messages) == 2
     assert sum("does not draft in this step" in message for message in messages) == 1
     assert set(proposer.asked_of) == {0, 1, 2}
+
+
+# ---------------------------------------------------------------- a head that drafts by itself
+
+
+@pytest.mark.parametrize(("policy", "refeed"), [(RowPolicy.SEED, False), (RowPolicy.VERIFIED, True)])
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_real_head(
+    gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator, policy: RowPolicy, refeed: bool, eager: bool
+) -> None:
+    """It offers no batched propose; its rows of three sequences stay apart, and all its blocks come back."""
+    prompts = some_prompts(rng, 5)
+    levers = ModelLevers(row_policy=policy, refeed=refeed, mtp_max_seqs=3, eager_drafter=eager)
+    tiny = write_drafting_tiny(tmp_path / "model", rng)
+    with open_checkpoint(tiny.folder, gpu, MAX_SEQ_LEN, max_seqs=3) as found:
+        plain_run = SpeculativeDecoder(found.target, None, 0)
+        wanted = [plain_run.generate(prompt, NEW) for prompt in prompts]
+        head = found.proposer(levers)
+        assert isinstance(head, MtpHead)
+        alone = [SpeculativeDecoder(found.target, head, 2, levers=levers).generate(prompt, NEW) for prompt in prompts]
+        results = BatchedSpeculativeDecoder(found.target, head, 2, levers=levers).generate_all(prompts, NEW, 3)
+        assert [result.tokens for result in results] == [result.tokens for result in wanted]
+        assert [result.stats for result in results] == [result.stats for result in alone], "the same drafts as alone"
+        assert sum(result.stats.accepted for result in results) > 0
+        assert head.kv_cache.num_free_blocks() == head.kv_cache.num_blocks()
+
+
+def test_a_head_whose_pool_is_too_small(
+    gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks for one sequence and three that draft: the tokens are the same, with fewer drafts."""
+    prompts = [[*prompt, *rng.integers(0, VOCAB, 20).tolist()] for prompt in some_prompts(rng, 3)]
+    levers = ModelLevers(mtp_max_seqs=3)
+    tiny = write_drafting_tiny(tmp_path / "model", rng)
+    with open_checkpoint(tiny.folder, gpu, MAX_SEQ_LEN, max_seqs=3) as found:
+        plain_run = SpeculativeDecoder(found.target, None, 0)
+        wanted = [plain_run.generate(prompt, NEW).tokens for prompt in prompts]
+        head = found.proposer(levers)
+        assert isinstance(head, MtpHead)
+        taken = head.kv_cache.alloc_blocks(head.kv_cache.num_free_blocks() - 5)
+        results = BatchedSpeculativeDecoder(found.target, head, 2, levers=levers).generate_all(prompts, NEW)
+        assert [result.tokens for result in results] == wanted
+        undrafted = [2 * result.stats.verify_steps - result.stats.drafted for result in results]
+        assert max(undrafted) > 10
+        errors = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert len(errors) == sum(n > 0 for n in undrafted), "once a sequence"
+        assert head.kv_cache.num_free_blocks() == 5
+        head.kv_cache.free_blocks(taken)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -18,7 +18,8 @@ from spark_py.model.row_policy import RowPolicy
 from spark_py.model.speculative import DecodeState, SpeculativeDecoder
 from spark_py.runtime.errors import InvalidArgumentError, KvCacheExhausted
 from spark_py.runtime.gpu import GpuBackend
-from tests.model.tiny import BF16, Array, Tiny, write_tiny
+from tests.model.scripted import write_drafting_tiny
+from tests.model.tiny import Array, Tiny
 
 POLICIES = [(policy, refeed) for policy in RowPolicy for refeed in (False, True)]
 MAX_SEQ_LEN = 128
@@ -26,19 +27,7 @@ MAX_SEQ_LEN = 128
 
 @pytest.fixture
 def tiny(tmp_path: Path, rng: np.random.Generator) -> Tiny:
-    """Layers add little to the stream, so that the next token follows mostly from the last one, and the head's fc
-    passes the embedding on: both then pick alike."""
-    found = write_tiny(tmp_path / "model", rng)
-    h = found.raw["hidden_size"]
-    for name, value in found.weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            found.weights[name] = (value.astype(np.float32) * 0.35).astype(BF16)
-    found.weights["mtp.fc.weight"][:, :h] = np.eye(h)
-    found.weights["mtp.fc.weight"][:, h:] *= BF16.type(0.1)
-    found.weights["mtp.pre_fc_norm_embedding.weight"] *= BF16.type(0.1)
-    found.weights["mtp.norm.weight"] = found.weights["model.norm.weight"]
-    found.save()
-    return found
+    return write_drafting_tiny(tmp_path / "model", rng)
 
 
 @contextmanager

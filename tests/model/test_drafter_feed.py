@@ -21,8 +21,9 @@ from spark_py.model.row_policy import RowPolicy
 from spark_py.model.speculative import DecodeState, SpeculativeDecoder
 from spark_py.runtime.errors import InvalidArgumentError, KvCacheExhausted
 from spark_py.runtime.gpu import GpuBackend
+from tests.model.scripted import write_drafting_tiny
 from tests.model.test_decoding import drafter_rows, opened
-from tests.model.tiny import BF16, Array, Tiny, write_tiny
+from tests.model.tiny import Array, Tiny
 
 ONE = ModelLevers(mtp_max_seqs=1)
 EXACT = replace(ONE, row_policy=RowPolicy.VERIFIED, refeed=True)
@@ -30,18 +31,7 @@ EXACT = replace(ONE, row_policy=RowPolicy.VERIFIED, refeed=True)
 
 @pytest.fixture
 def tiny(tmp_path: Path, rng: np.random.Generator) -> Tiny:
-    """The head passes the embedding on, so that it is often right; see test_decoding."""
-    found = write_tiny(tmp_path / "model", rng)
-    h = found.raw["hidden_size"]
-    for name, value in found.weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            found.weights[name] = (value.astype(np.float32) * 0.35).astype(BF16)
-    found.weights["mtp.fc.weight"][:, :h] = np.eye(h)
-    found.weights["mtp.fc.weight"][:, h:] *= BF16.type(0.1)
-    found.weights["mtp.pre_fc_norm_embedding.weight"] *= BF16.type(0.1)
-    found.weights["mtp.norm.weight"] = found.weights["model.norm.weight"]
-    found.save()
-    return found
+    return write_drafting_tiny(tmp_path / "model", rng)
 
 
 class Run:
