@@ -4,12 +4,12 @@
 // A head x of k_in [T, num_kv_heads, head_dim] becomes, all in FP32,
 //   n = (x * r) * (1 + k_norm_weight),   r = rsqrt(mean(x^2) + rms_eps),
 //   y[i] = n[i] * cos - n[i + half] * sin,   y[i + half] = n[i + half] * cos + n[i] * sin,   i < half = rotary_dim / 2,
-// and y[i] = n[i] from rotary_dim on. y is rounded once, where it is stored: a chain of norm, rope and cache write rounds
-// n to BF16 in between, which deep layers notice. Angles are those of rope_forward: position / theta^(2 i / rotary_dim)
-// in FP64 up to the cast of the angle.
+// and y[i] = n[i] from rotary_dim on. y is rounded once, where it is stored: a chain of norm, rope and cache write
+// rounds n to BF16 in between, which deep layers notice. Angles are those of rope_forward:
+// position / theta^(2 i / rotary_dim) in FP64 up to the cast of the angle.
 //
-// Grid (T, num_kv_heads), block (head_dim), head_dim <= 256. Slot = block * block_size + offset, and blocks lie without a
-// gap; a negative slot skips the row.
+// Grid (T, num_kv_heads), block (head_dim), head_dim <= 256. Slot = block * block_size + offset, and blocks lie without
+// a gap; a negative slot skips the row.
 
 #include "spark_common.cuh"
 #include "spark_fp8.cuh"
@@ -58,9 +58,9 @@ __device__ __forceinline__ size_t key_start(long long slot, unsigned num_kv_head
 }
 
 extern "C" __global__ void fused_k_norm_rope_cache_write_bf16(
-    const __nv_bfloat16* k_in, const __nv_bfloat16* k_norm_weight, const unsigned int* positions, __nv_bfloat16* k_cache,
-    const long long* slot_mapping, unsigned int num_kv_heads, unsigned int head_dim, unsigned int rotary_dim,
-    unsigned int block_size, float rms_eps, float theta) {
+    const __nv_bfloat16* k_in, const __nv_bfloat16* k_norm_weight, const unsigned int* positions,
+    __nv_bfloat16* k_cache, const long long* slot_mapping, unsigned int num_kv_heads, unsigned int head_dim,
+    unsigned int rotary_dim, unsigned int block_size, float rms_eps, float theta) {
     const long long slot = slot_mapping[blockIdx.x];
     if (slot < 0) {
         return;

@@ -12,7 +12,8 @@
 
 // sums [16, 8] += a [16, 16] b [16, 8], BF16 with FP32 sums, by the 32 lanes of a warp. Of lane 4 g + t, words hold
 // pairs along k, the lower k in the low half:
-//   a: (row g, k 2t), (row g + 8, k 2t), (row g, k 2t + 8), (row g + 8, k 2t + 8);   b: (k 2t, column g), (k 2t + 8, column g)
+//   a: (row g, k 2t), (row g + 8, k 2t), (row g, k 2t + 8), (row g + 8, k 2t + 8)
+//   b: (k 2t, column g), (k 2t + 8, column g)
 //   sums: (row g, column 2t), (row g, column 2t + 1), (row g + 8, column 2t), (row g + 8, column 2t + 1)
 __device__ __forceinline__ void spark_mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #ifndef SPARK_EMULATED

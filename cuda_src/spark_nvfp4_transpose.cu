@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// Module spark_nvfp4_transpose: an NVFP4 weight's bytes in the layout of the tile GEMM. A byte holds two codes that follow
-// each other along K, or one scale, so both matrices are transposed as bytes.
+// Module spark_nvfp4_transpose: an NVFP4 weight's bytes in the layout of the tile GEMM. A byte holds two codes that
+// follow each other along K, or one scale, so both matrices are transposed as bytes.
 
 #include "spark_common.cuh"
 

@@ -219,8 +219,8 @@ __device__ __forceinline__ float spark_w4_pair(float sum, unsigned a, float fact
 
 __device__ __forceinline__ float spark_w4_both(const float* halves) { return halves[0] + halves[1]; }
 
-// A[r] . B[output] of ROWS rows, scaled by weight, in FP32: four outputs a block of 256 threads, right in lane 0 of each
-// 64. One call a kernel, by every thread.
+// A[r] . B[output] of ROWS rows, scaled by weight, in FP32: four outputs a block of 256 threads, right in lane 0 of
+// each 64. One call a kernel, by every thread.
 template <unsigned ROWS>
 __device__ __forceinline__ void spark_w4_by_weight(float (&totals)[ROWS], const __nv_bfloat16* a,
                                                    const unsigned char* packed, const unsigned char* scales,

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// Module w4a16, the tile GEMM over transposed NVFP4 weights: C [M, N] = A [M, K] W^T on tensor cores, for a few rows and
-// many outputs, as the LM head of a batch of drafts.
+// Module w4a16, the tile GEMM over transposed NVFP4 weights: C [M, N] = A [M, K] W^T on tensor cores, for a few rows
+// and many outputs, as the LM head of a batch of drafts.
 //
 // Layout: packed [K / 2, ldb], byte (i, n) = W[n, 2 i] in the low nibble and W[n, 2 i + 1] in the high one; scales
 // [K / 16, ldb] in E4M3. Bytes from N to ldb are read and left out of C.
 //
-// Arithmetic: code * scale has 6 significant bits, so a weight without its global factor is exact in BF16. A stays BF16.
-// Products are exact; tensor cores add them in FP32; scale2 multiplies the sum, and the result is rounded to BF16. NaN
-// scales make NaN of their outputs. No element of A or W is narrowed to FP8.
+// Arithmetic: code * scale has 6 significant bits, so a weight without its global factor is exact in BF16. A stays
+// BF16. Products are exact; tensor cores add them in FP32; scale2 multiplies the sum, which is then rounded to BF16.
+// NaN scales make NaN of their outputs. No element of A or W is narrowed to FP8.
 //
 // A block has 128 outputs, which are the rows of the MMA, and up to 32 rows of A at a time, its columns: no work is
-// spent on more than a multiple of 8 rows. Its four warps take every fourth chunk of 64 along K, and their sums are added
-// at the end as (first + second) + (third + fourth), so the bits of a row do not depend on how many rows there are.
+// spent on more than a multiple of 8 rows. Its four warps take every fourth chunk of 64 along K, and their sums are
+// added at the end as (first + second) + (third + fourth), so the bits of a row do not depend on how many there are.
 //
 // What the MMA calls k and row is ours to choose. Lane 4 g + t has the 16 k from 16 t on, whose weights share a scale,
-// and the 16 outputs from 16 g on: 16-byte loads all, whose bytes the lane itself decodes. So nothing is exchanged, each
-// thread's part of shared memory is its own, and the main loop has no barrier.
+// and the 16 outputs from 16 g on: 16-byte loads all, whose bytes the lane itself decodes. So nothing is exchanged,
+// each thread's part of shared memory is its own, and the main loop has no barrier.
 
 #include "spark_mma.cuh"
 
@@ -28,7 +28,7 @@ constexpr unsigned GROUP = 16u;          // weights to a scale
 constexpr unsigned CHUNK = 4u * GROUP;   // along K, a warp
 constexpr unsigned STEP = GROUP / 2u;    // along K, a lane: what is loaded at a time
 constexpr unsigned CODE_WORDS = STEP / 2u;
-constexpr unsigned SHARED_WORDS = 24u;   // of 16 bytes, a thread: all the shared memory that a launch gets without asking
+constexpr unsigned SHARED_WORDS = 24u;   // of 16 bytes, a thread: all that a launch gets without asking
 
 // A lane's scales as factors: scale * 2^119 in BF16, two outputs to a word. A code's bits at those of BF16 mean
 // code * 2^-126, so that a product of the two is code * scale * 2^-7, exactly.
@@ -215,7 +215,7 @@ __device__ __forceinline__ unsigned place(unsigned row, unsigned output) {
     return row * OUTPUTS + (output ^ (row / 2u * 4u));
 }
 
-// Rows `row` to `row` + 8 TILES of A, as far as there are.
+// The outputs of a block for from.rows rows, at most 8 TILES.
 template <unsigned TILES>
 __device__ __forceinline__ void compute(const Operands& from, uint4* storage, size_t first_output, float scale2,
                                         __nv_bfloat16* c, unsigned n) {
@@ -241,8 +241,8 @@ __device__ __forceinline__ void compute(const Operands& from, uint4* storage, si
         const size_t output = first_output + threadIdx.x;
 #pragma unroll
         for (unsigned row = 0u; row < 8u; ++row) {
-            const float* part = shared + place(row, threadIdx.x);
-            const float total = (part[0] + part[8u * OUTPUTS]) + (part[16u * OUTPUTS] + part[24u * OUTPUTS]);
+            const float* first = shared + place(row, threadIdx.x);
+            const float total = (first[0] + first[8u * OUTPUTS]) + (first[16u * OUTPUTS] + first[24u * OUTPUTS]);
             if (8u * tile + row < from.rows && output < n) {
                 spark_store(c + static_cast<size_t>(8u * tile + row) * n + output, total * REST * scale2);
             }

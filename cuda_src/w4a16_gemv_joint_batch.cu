@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 // Module w4a16_gemv, joint projections of two and three rows: queries with gates, and two weights of one shape. A
-// weight is read once for all rows. All are scaled by weight: rows of the first have the bits of w4a16_gemv_qg, those of
-// the second do not have the bits of w4a16_gemv_dual.
+// weight is read once for all rows. All are scaled by weight: rows of the first have the bits of w4a16_gemv_qg, those
+// of the second do not have the bits of w4a16_gemv_dual.
 //
 // A [rows, K] and C [rows, N] without gaps. K % 16 == 0; A on a 16-byte address, codes on 4-byte ones.
 

@@ -15,7 +15,7 @@ _STORE_PY = "to_bf16(sums * np.float32(scale2))"
 _SUM_PY = "sums += by_k[k] * factors[k]"
 _NIBBLES_PY = "np.stack([packed_t & 15, packed_t >> 4], axis=1)"
 _FACTOR_PY = "decode_e4m3(scales_t)"
-_TOTAL_CU = "(part[0] + part[8u * OUTPUTS]) + (part[16u * OUTPUTS] + part[24u * OUTPUTS])"
+_TOTAL_CU = "(first[0] + first[8u * OUTPUTS]) + (first[16u * OUTPUTS] + first[24u * OUTPUTS])"
 _TURNED_PY = "result[:, :rows] = source.T"
 
 
@@ -101,7 +101,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(_GEMM, "BF16 sums", py=Patch(_PY, _SUM_PY, "sums = to_f32(to_bf16(sums + by_k[k] * factors[k]))")),
-    _cu(_GEMM, "the last warp's sum left out", _CU, _TOTAL_CU, "(part[0] + part[8u * OUTPUTS]) + part[16u * OUTPUTS]"),
+    _cu(
+        _GEMM, "the last warp's sum left out", _CU, _TOTAL_CU, "(first[0] + first[8u * OUTPUTS]) + first[16u * OUTPUTS]"
+    ),
     _cu(
         _GEMM,
         "chunks past the first turn of the warps left out",
