@@ -18,11 +18,11 @@ from spark_py.model.config import ModelConfig
 from spark_py.model.layer import ForwardContext
 from spark_py.model.layers.mtp_head import MtpHead, MtpProposerState, MtpQuantization, NormConvention
 from spark_py.model.levers import ModelLevers
-from spark_py.model.weight_map import DenseExpertWeight, DenseWeight, MtpWeights
+from spark_py.model.weight_map import DenseExpertWeight, DenseWeight, MtpWeights, QuantizedWeight
 from spark_py.runtime.buffers import BufferArena
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 RAW: dict[str, Any] = {
@@ -43,13 +43,25 @@ RAW: dict[str, Any] = {
 """A config.json whose dimensions all differ where they may, so that a mixed-up one shows."""
 
 
+SPARSE: dict[str, Any] = {
+    "mlp_only_layers": [],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+"""What makes of RAW a config with experts. Heads are given them by `random_weights(..., moe=True)`."""
+FFN = ("gate_proj", "up_proj", "down_proj")
+
+
 def config(**changes: Any) -> ModelConfig:
     return ModelConfig.from_dict(RAW | changes)
 
 
-def random_weights(rng: np.random.Generator, c: ModelConfig) -> dict[str, Array]:
-    """BF16 tensors of a head and its tables, under the names of MtpWeights. Norm weights are random too, and not small:
-    one that is forgotten, doubled or taken for another must show."""
+def random_weights(rng: np.random.Generator, c: ModelConfig, moe: bool = False) -> dict[str, Array]:
+    """BF16 tensors of a head and its tables, under the names of MtpWeights; those of experts are `experts[i].gate_proj`
+    and so on. Norm weights are random too, and not small: one that is forgotten, doubled or taken for another must
+    show."""
     h, nq, nkv, hd, inter = (
         c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size
     )  # fmt: skip
@@ -60,7 +72,11 @@ def random_weights(rng: np.random.Generator, c: ModelConfig) -> dict[str, Array]
     def norm(n: int) -> Array:
         return (0.5 * rng.standard_normal(n)).astype(BF16)
 
-    return {
+    def ffn(prefix: str, width: int) -> dict[str, Array]:
+        shapes = ((width, h), (width, h), (h, width))
+        return {f"{prefix}{name}": matrix(*shape) for name, shape in zip(FFN, shapes, strict=True)}
+
+    common = {
         "pre_fc_norm_embedding": norm(h),
         "pre_fc_norm_hidden": norm(h),
         "fc": matrix(h, 2 * h),
@@ -73,12 +89,16 @@ def random_weights(rng: np.random.Generator, c: ModelConfig) -> dict[str, Array]
         "k_norm": norm(hd),
         "post_attn_layernorm": norm(h),
         "norm": norm(h),
-        "gate_proj": matrix(inter, h),
-        "up_proj": matrix(inter, h),
-        "down_proj": matrix(h, inter),
         "embed_tokens": rng.standard_normal((c.vocab_size, h)).astype(BF16),
         "lm_head": matrix(c.vocab_size, h),
     }
+    if not moe:
+        return common | ffn("", inter)
+    # Logits of the router that are well apart, so that few choices hang on a rounding.
+    experts = {"moe_gate": (3 * matrix(c.num_experts, h)).astype(BF16), "shared_expert_gate": matrix(1, h)}
+    for i in range(c.num_experts):
+        experts |= ffn(f"experts[{i}].", c.moe_intermediate_size)
+    return common | experts | ffn("shared_expert.", c.shared_expert_intermediate_size)
 
 
 def upload(gpu: GpuBackend, array: Array) -> DevicePtr:
@@ -99,9 +119,17 @@ def dense(gpu: GpuBackend, array: Array) -> DenseWeight:
 
 
 def mtp_weights(gpu: GpuBackend, arrays: dict[str, Array]) -> MtpWeights:
+    """The tensors of `random_weights` on the device: with a dense FFN, or with experts."""
     on_device = {name: dense(gpu, a) for name, a in arrays.items() if name not in ("embed_tokens", "lm_head")}
-    ffn = DenseExpertWeight(*(on_device.pop(name) for name in ("gate_proj", "up_proj", "down_proj")))
-    return MtpWeights(**on_device, dense_ffn=ffn)
+
+    def ffn(prefix: str) -> DenseExpertWeight:
+        return DenseExpertWeight(*(on_device.pop(f"{prefix}{name}") for name in FFN))
+
+    if "moe_gate" not in on_device:
+        return MtpWeights(dense_ffn=ffn(""), **on_device)
+    shared, count = ffn("shared_expert."), len(arrays["moe_gate"])
+    experts = [ffn(f"experts[{i}].") for i in range(count)]
+    return MtpWeights(**on_device, shared_expert=shared, experts=experts)
 
 
 @dataclass
@@ -142,14 +170,15 @@ class Rig:
             self.gpu.free(ptr)
 
     def rows(self, state: MtpProposerState) -> tuple[Array, Array]:
-        """K and V of the state's rows, BF16 [rows, nkv, hd] each, read through its block table."""
+        """K and V of the state's rows, [rows, nkv, hd] each in the pool's format, read through its block table."""
         self.gpu.synchronize(self.stream)
         kv, c = self.head.kv_cache, self.config
         shape = (kv.block_size(), c.num_key_value_heads, c.head_dim)
         sides = []
         for side in (0, 1):
-            blocks = [kv.read_block(0, block)[side].view(BF16).reshape(shape) for block in state.block_table]
-            whole = np.concatenate(blocks) if blocks else np.empty((0, *shape[1:]), BF16)
+            stored = BF16 if self.head.kv_bf16 else E4M3
+            blocks = [kv.read_block(0, block)[side].view(stored).reshape(shape) for block in state.block_table]
+            whole = np.concatenate(blocks) if blocks else np.empty((0, *shape[1:]), stored)
             sides.append(whole[: state.seq_len])
         return sides[0], sides[1]
 
@@ -173,8 +202,12 @@ def make_rig(
     max_seq_len: int = 256,
     main_kv_blocks: int = 1 << 20,
     arrays: dict[str, Array] | None = None,
+    quant: MtpQuantization = MtpQuantization.BF16,
+    lm_head: DenseWeight | QuantizedWeight | None = None,
+    weights: MtpWeights | None = None,
     **changes: Any,
 ) -> Rig:
+    """A head of `arrays`, random ones by default. `weights` and `lm_head` take the place of what is made of them."""
     c = config(**changes)
     levers = levers or ModelLevers()
     arrays = arrays or random_weights(rng, c)
@@ -183,13 +216,13 @@ def make_rig(
         if nbytes:
             gpu.memset(buffers.pointer(name), 0xFF, nbytes)  # NaN, where nobody wrote
     head = head_class(
-        mtp_weights(gpu, arrays),
+        weights or mtp_weights(gpu, arrays),
         dense(gpu, arrays["embed_tokens"]),
-        dense(gpu, arrays["lm_head"]),
+        lm_head or dense(gpu, arrays["lm_head"]),
         None,
         c,
         gpu,
-        MtpQuantization.BF16,
+        quant,
         mtp_vocab_size,
         max_seq_len,
         main_kv_blocks,
@@ -213,10 +246,17 @@ class Oracle:
     one_plus_w: bool = True
     keys: list[Array] = field(default_factory=list)
     values: list[Array] = field(default_factory=list)
+    kv_e4m3: bool = False
+    router_gap: float = np.inf
+    """By how much the last chosen expert's logit was above the first that was not, in the last step."""
 
     @classmethod
-    def of(cls, c: ModelConfig, arrays: dict[str, Array], one_plus_w: bool = True) -> Oracle:
-        return cls(c, {name: a.astype(np.float64) for name, a in arrays.items()}, one_plus_w)
+    def of(cls, c: ModelConfig, arrays: dict[str, Array], one_plus_w: bool = True, kv_e4m3: bool = False) -> Oracle:
+        return cls(c, {name: a.astype(np.float64) for name, a in arrays.items()}, one_plus_w, kv_e4m3=kv_e4m3)
+
+    def stored(self, x: Array) -> Array:
+        """K or V as the pool keeps it: FP64, or E4M3 saturating at 448."""
+        return np.clip(x, -448, 448).astype(E4M3).astype(np.float64) if self.kv_e4m3 else x
 
     def copy(self) -> Oracle:
         return replace(self, keys=list(self.keys), values=list(self.values))
@@ -241,13 +281,32 @@ class Oracle:
     def append(self, normed: Array, position: int) -> None:
         shape = (self.c.num_key_value_heads, self.c.head_dim)
         k = self.rms((self.w["k_proj"] @ normed).reshape(shape), "k_norm")
-        self.keys.append(self.turn(k, position))
-        self.values.append((self.w["v_proj"] @ normed).reshape(shape))
+        self.keys.append(self.stored(self.turn(k, position)))
+        self.values.append(self.stored((self.w["v_proj"] @ normed).reshape(shape)))
 
     def feed(self, tokens: Sequence[int], hidden: Array, pos_base: int = 1) -> None:
         """Rows for the pairs (tokens[r + 1], hidden[r]) at pos_base + r."""
         for r, token in enumerate(tokens[1:]):
             self.append(self.body_input(token, hidden[r])[1], pos_base + r)
+
+    def swiglu(self, n: Array, prefix: str = "") -> Array:
+        gate, up = self.w[f"{prefix}gate_proj"] @ n, self.w[f"{prefix}up_proj"] @ n
+        return self.w[f"{prefix}down_proj"] @ (gate / (1.0 + np.exp(-gate)) * up)
+
+    def ffn(self, n: Array) -> Array:
+        """The dense FFN, or the experts that the router likes best, and the shared one."""
+        if "moe_gate" not in self.w:
+            return self.swiglu(n)
+        logits = self.w["moe_gate"] @ n
+        order = np.argsort(-logits, kind="stable")
+        chosen = order[: self.c.num_experts_per_tok]
+        if len(chosen) < len(order):
+            self.router_gap = float(logits[chosen[-1]] - logits[order[len(chosen)]])
+        share = np.exp(logits - logits.max())
+        share /= share[chosen].sum() if self.c.norm_topk_prob else share.sum()
+        routed = sum(share[e] * self.swiglu(n, f"experts[{e}].") for e in chosen)
+        seen = 1.0 / (1.0 + np.exp(-(self.w["shared_expert_gate"] @ n)))
+        return routed + seen * self.swiglu(n, "shared_expert.")
 
     def step(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
         """(logits, hidden row for the next draft)."""
@@ -265,9 +324,7 @@ class Oracle:
             heads.append(weights @ v[i // share] / weights.sum())
         gated = np.stack(heads) / (1.0 + np.exp(-q_and_gate[:, 1]))
         x = x + self.w["o_proj"] @ gated.reshape(-1)
-        n = self.rms(x, "post_attn_layernorm")
-        gate, up = self.w["gate_proj"] @ n, self.w["up_proj"] @ n
-        x = x + self.w["down_proj"] @ (gate / (1.0 + np.exp(-gate)) * up)
+        x = x + self.ffn(self.rms(x, "post_attn_layernorm"))
         return self.w["lm_head"] @ self.rms(x, "norm"), x
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py.model.layers.mtp_head import MtpHead, NormConvention, forward
+from spark_py.model.layers.mtp_head import MtpHead, NormConvention, ffn, forward, projection
 from spark_py.model.levers import ModelLevers
 from spark_py.ops.residual_add import sigmoid_gate_mul
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -155,9 +155,9 @@ def test_one_row_at_a_time_without_the_batched_gemv(gpu: GpuBackend, rng: np.ran
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def _patched(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
+def _patched(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]], module: Any = forward) -> Patch:
     def apply(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(forward, name, change(getattr(forward, name)))
+        monkeypatch.setattr(module, name, change(getattr(module, name)))
 
     return apply
 
@@ -191,14 +191,14 @@ PATCHES: dict[str, Patch] = {
     "concat order swapped": _patched("bf16_concat", _swapped(2, 3)),
     "position one too large": _patched("pack_mtp_attn_meta", _replaced(0, lambda p: p + 1)),
     "own row not seen": _patched("pack_mtp_attn_meta", _replaced(2, lambda n: n - 1)),
-    "queries and gates not taken apart": _patched("deinterleave_qg", lambda real: _nothing),
+    "queries and gates not taken apart": _patched("deinterleave_qg", lambda real: _nothing, projection),
     "no gate": _patched("sigmoid_gate_mul", lambda real: _nothing),
     "no softmax scale": _patched("paged_decode_attn", _replaced(14, lambda s: 1.0)),
     "a window of one row": _patched("paged_decode_attn", _replaced(16, lambda w: 1)),
     "keys not rotated": _patched("rope", lambda real: _nothing),
     "rotary half": _patched("rope", _replaced(9, lambda r: r // 2)),
     "FFN not added": _patched("residual_add", lambda real: _nothing),
-    "gate and up swapped": _patched("silu_mul", _swapped(2, 3)),
+    "gate and up swapped": _patched("silu_mul", _swapped(2, 3), ffn),
 }
 
 

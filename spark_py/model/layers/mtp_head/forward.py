@@ -10,30 +10,31 @@ import numpy as np
 
 from ....ops.argmax import argmax_bf16
 from ....ops.embed_from_argmax import embed_from_argmax
-from ....ops.gemv import dense_gemv
-from ....ops.moe_silu_mul import silu_mul
 from ....ops.norm import residual_add_rms_norm, rms_norm
 from ....ops.paged_decode import paged_decode_attn
-from ....ops.reshape_and_cache import reshape_and_cache
+from ....ops.paged_decode_fp8 import paged_decode_attn_fp8
+from ....ops.reshape_and_cache import reshape_and_cache, reshape_and_cache_fp8
 from ....ops.residual_add import bf16_concat, residual_add, sigmoid_gate_mul
 from ....ops.rope import rope
-from ....ops.ssm_preprocess import deinterleave_qg
 from ....runtime.gpu import DevicePtr, StreamLike
 from ....runtime.scratch import ScratchRegion
 from ...layer import AttnMetadataDev, ForwardContext
 from ...weight_map import DenseWeight
 from ..mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
+from .ffn import MtpHeadFfn
 from .grammar import MaskWords, masked_argmax
-from .new import BF16_BYTES, KV_BLOCK_SIZE, MtpHeadNew, log
-from .types import MtpProposerState, NormConvention, ProjectionWeight
+from .new import BF16_BYTES, KV_BLOCK_SIZE, log
+from .types import MtpProposerState, NormConvention
 
 __all__ = ["MtpHeadForward"]
 
 PLACEHOLDER = 0
 """Returned instead of an id that stays on the device."""
+KV_SCALE = 1.0
+"""Scale of K and V in an FP8 pool: they are stored as they are, saturating at 448."""
 
 
-class MtpHeadForward(MtpHeadNew):
+class MtpHeadForward(MtpHeadFfn):
     """The forward pass. Buffers are the arena's, under the names of its accessors."""
 
     def forward_one(
@@ -53,61 +54,16 @@ class MtpHeadForward(MtpHeadNew):
         token before it; may be `hidden_states`, which holds this row's own on return: the next draft's hidden. With a
         draft_embed_target and no mask the result is PLACEHOLDER and the id stays in `draft_token_id_dev`.
         """
-        gpu, buf = self.gpu, ctx.buffers
-        h, hd, nq, nkv = self.h, self.hd, self.nq, self.nkv
-        hidden, residual, norm_output = buf.hidden_states(), buf.residual(), buf.norm_output()
-        row_bytes = h * BF16_BYTES
-
         # 1. Embedding row.
-        embed = buf.ssm_qkvz()
-        gpu.copy_d2d_async(self.embed_tokens.weight.offset(token * row_bytes), embed, row_bytes, stream)
+        buf, row_bytes = ctx.buffers, self.h * BF16_BYTES
+        source = self.embed_tokens.weight.offset(token * row_bytes)
+        self.gpu.copy_d2d_async(source, buf.ssm_qkvz(), row_bytes, stream)
 
-        # 2. Norms of both inputs. From here on target_hidden is not read again.
-        normed_embed, normed_hidden = buf.ssm_deinterleaved(), buf.ssm_gates()
-        self._rms_norm(embed, self.pre_fc_norm_embedding, normed_embed, 1, h, stream)
-        self._rms_norm(target_hidden, self.pre_fc_norm_hidden, normed_hidden, 1, h, stream)
-
-        # 3. [embedding | hidden].  4. fc.  5. Residual.
-        concat = buf.ssm_ba()
-        bf16_concat(gpu, self.bf16_concat_k, normed_embed, normed_hidden, concat, h, stream)
-        self.gemv(concat, self.fc, hidden, h, 2 * h, stream)
-        gpu.copy_d2d_async(hidden, residual, row_bytes, stream)
-
-        # 6. Input norm.
-        self._rms_norm(hidden, self.input_layernorm, norm_output, 1, h, stream)
-
-        # 7. Projections: [Q | gate | K | V], then a norm of each head of Q and K.
-        q_elements, kv_elements = nq * hd, nkv * hd
-        q = buf.qkv_output()
-        gate = q.offset(q_elements * BF16_BYTES)
-        k = q.offset(2 * q_elements * BF16_BYTES)
-        v = k.offset(kv_elements * BF16_BYTES)
-        self.gemv(norm_output, self.q_proj, q, 2 * q_elements, h, stream)
-        deinterleave_qg(gpu, self.deinterleave_qg_k, q, 1, nq, hd, 2 * q_elements, stream)
-        self.gemv(norm_output, self.k_proj, k, kv_elements, h, stream)
-        self.gemv(norm_output, self.v_proj, v, kv_elements, h, stream)
-        self._rms_norm(q, self.q_norm, q, nq, hd, stream)
-        self._rms_norm(k, self.k_norm, k, nkv, hd, stream)
-
-        # 8. Attention over the drafter's own rows.
-        attn_output = buf.attn_output()
+        # 2 to 12. The row's metadata is uploaded before all of it, so that no launch needs anything of the host.
         self._ensure_blocks(state, state.seq_len + 1)
         with buf.lease(ScratchRegion.mtp_meta(len(state.block_table))) as lease:
             meta = self._upload_meta(lease.ptr, lease.region.nbytes, position, state, stream)
-            self._attention(q, k, v, meta, attn_output, stream)
-        sigmoid_gate_mul(gpu, self.sigmoid_gate_mul_k, attn_output, gate, attn_output, q_elements, stream)
-
-        # 9. Output projection, residual, post-attention norm.
-        self.gemv(attn_output, self.o_proj, norm_output, h, q_elements, stream)
-        self._residual_add_rms_norm(hidden, norm_output, self.post_attn_layernorm, norm_output, residual, stream)
-
-        # 10. FFN and residual.
-        moe_output = self.dense_ffn_forward_generic(norm_output, ctx, stream)
-        residual_add(gpu, self.residual_add_k, hidden, moe_output, h, stream)
-
-        # 11. Final norm.  12. LM head.
-        self._rms_norm(hidden, self.norm, norm_output, 1, h, stream)
-        self._lm_head(norm_output, buf.logits(), stream)
+            self._forward_row(buf.ssm_qkvz(), target_hidden, meta, ctx, stream)
 
         # 13. Pick.
         if self.levers.draft_conf_tau > 0.0:
@@ -119,29 +75,58 @@ class MtpHeadForward(MtpHeadNew):
         state.last_pair_key = position - 1
         return picked
 
-    # ------------------------------------------------------------ pieces
-
-    def gemv(
-        self,
-        input: DevicePtr,  # noqa: A002 - the engine's name
-        proj: ProjectionWeight,
-        output: DevicePtr,
-        n: int,
-        k: int,
-        stream: StreamLike,
+    def _forward_row(
+        self, embed: DevicePtr, target_hidden: DevicePtr, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
     ) -> None:
-        """output [n] = proj [n, k] . input [k], by the kernel of the projection's format."""
-        dense_gemv(self.gpu, self.dense_gemv_k, input, proj, output, n, k, stream)
+        """Steps 2 to 12, from the embedding row to `logits`: launches and copies on the device alone, unless
+        `ffn_reads_back`. What differs from row to row lies behind `embed`, `target_hidden` and `meta`."""
+        gpu, buf = self.gpu, ctx.buffers
+        h, hd, nq, nkv = self.h, self.hd, self.nq, self.nkv
+        hidden, residual, norm_output = buf.hidden_states(), buf.residual(), buf.norm_output()
 
-    def dense_ffn_forward_generic(self, normed: DevicePtr, ctx: ForwardContext, stream: StreamLike) -> DevicePtr:
-        """down(silu(gate x) * up x) of one row; the address of the result, `moe_output`."""
-        gate_proj, up_proj, down_proj = self.dense_ffn_generic
-        gate, up, output = ctx.buffers.expert_gate_out(), ctx.buffers.expert_up_out(), ctx.buffers.moe_output()
-        self.gemv(normed, gate_proj, gate, self.inter, self.h, stream)
-        self.gemv(normed, up_proj, up, self.inter, self.h, stream)
-        silu_mul(self.gpu, self.moe_silu_mul_k, gate, up, gate, self.inter, stream)
-        self.gemv(gate, down_proj, output, self.h, self.inter, stream)
-        return output
+        # 2. Norms of both inputs. From here on target_hidden is not read again.
+        normed_embed, normed_hidden = buf.ssm_deinterleaved(), buf.ssm_gates()
+        self._rms_norm(embed, self.pre_fc_norm_embedding, normed_embed, 1, h, stream)
+        self._rms_norm(target_hidden, self.pre_fc_norm_hidden, normed_hidden, 1, h, stream)
+
+        # 3. [embedding | hidden].  4. fc.  5. Residual.
+        concat = buf.ssm_ba()
+        bf16_concat(gpu, self.bf16_concat_k, normed_embed, normed_hidden, concat, h, stream)
+        self.gemv(concat, self.fc, hidden, h, 2 * h, stream)
+        gpu.copy_d2d_async(hidden, residual, h * BF16_BYTES, stream)
+
+        # 6. Input norm.
+        self._rms_norm(hidden, self.input_layernorm, norm_output, 1, h, stream)
+
+        # 7. Projections: [Q | gate | K | V], then a norm of each head of Q and K.
+        q_elements, kv_elements = nq * hd, nkv * hd
+        q = buf.qkv_output()
+        gate = q.offset(q_elements * BF16_BYTES)
+        k = q.offset(2 * q_elements * BF16_BYTES)
+        v = k.offset(kv_elements * BF16_BYTES)
+        self._project_qg(norm_output, q, stream)
+        self._project_kv(norm_output, k, v, stream)
+        self._rms_norm(q, self.q_norm, q, nq, hd, stream)
+        self._rms_norm(k, self.k_norm, k, nkv, hd, stream)
+
+        # 8. Attention over the drafter's own rows.
+        attn_output = buf.attn_output()
+        self._attention(q, k, v, meta, attn_output, stream)
+        sigmoid_gate_mul(gpu, self.sigmoid_gate_mul_k, attn_output, gate, attn_output, q_elements, stream)
+
+        # 9. Output projection, residual, post-attention norm.
+        self.gemv(attn_output, self.o_proj, norm_output, h, q_elements, stream)
+        self._residual_add_rms_norm(hidden, norm_output, self.post_attn_layernorm, norm_output, residual, stream)
+
+        # 10. FFN and residual.
+        moe_output = self.ffn(norm_output, ctx, stream)
+        residual_add(gpu, self.residual_add_k, hidden, moe_output, h, stream)
+
+        # 11. Final norm.  12. LM head.
+        self._rms_norm(hidden, self.norm, norm_output, 1, h, stream)
+        self._lm_head(norm_output, buf.logits(), stream)
+
+    # ------------------------------------------------------------ pieces
 
     def _rms_norm(
         self, source: DevicePtr, weight: DenseWeight, output: DevicePtr, rows: int, width: int, stream: StreamLike
@@ -179,21 +164,37 @@ class MtpHeadForward(MtpHeadNew):
     def _attention(
         self, q: DevicePtr, k: DevicePtr, v: DevicePtr, meta: AttnMetadataDev, output: DevicePtr, stream: StreamLike
     ) -> None:
-        gpu, nq, nkv, hd, kv = self.gpu, self.nq, self.nkv, self.hd, self.kv_cache
-        k_pool, v_pool = kv.k_pool_ptr(self.attn_layer_idx), kv.v_pool_ptr(self.attn_layer_idx)
+        gpu, nq, nkv, hd = self.gpu, self.nq, self.nkv, self.hd
         rope(gpu, self.rope_k, q, k, meta.positions, 1, nq, nkv, hd, self.rotary_dim, self.rope_theta, stream)
-        reshape_and_cache(
-            gpu, self.reshape_cache_k, k, v, k_pool, v_pool, meta.slot, 1, nkv, hd, KV_BLOCK_SIZE, nkv * hd, nkv * hd,
-            stream,
-        )  # fmt: skip
-        paged_decode_attn(
-            gpu, self.paged_decode_k, q, k_pool, v_pool, output, meta.block_table, meta.seq_len,
-            meta.max_blocks_per_seq, meta.num_seqs, nq, nkv, hd, KV_BLOCK_SIZE, 1.0 / math.sqrt(hd), nq * hd, 0, stream,
-        )  # fmt: skip
+        self._write_kv(k, v, meta.slot, 1, stream)
+        kv, layer = self.kv_cache, self.attn_layer_idx
+        pools = (kv.k_pool_ptr(layer), kv.v_pool_ptr(layer))
+        scale = 1.0 / math.sqrt(hd)
+        if self.kv_bf16:
+            paged_decode_attn(
+                gpu, self.paged_decode_k, q, *pools, output, meta.block_table, meta.seq_len, meta.max_blocks_per_seq,
+                meta.num_seqs, nq, nkv, hd, KV_BLOCK_SIZE, scale, nq * hd, 0, stream,
+            )  # fmt: skip
+        else:
+            paged_decode_attn_fp8(
+                gpu, self.paged_decode_k, q, *pools, output, meta.block_table, meta.seq_len, meta.max_blocks_per_seq,
+                meta.num_seqs, nq, nkv, hd, KV_BLOCK_SIZE, scale, KV_SCALE, KV_SCALE, nq * hd, kv.cache_stride(layer),
+                stream,
+            )  # fmt: skip
 
-    def _lm_head(self, normed: DevicePtr, logits: DevicePtr, stream: StreamLike) -> None:
-        """logits BF16 [draft_vocab], the first rows of the head: padding behind them is never read."""
-        dense_gemv(self.gpu, self.dense_gemv_k, normed, self.lm_head, logits, self.draft_vocab, self.h, stream)
+    def _write_kv(self, k: DevicePtr, v: DevicePtr, slots: DevicePtr, rows: int, stream: StreamLike) -> None:
+        """Rows of K and V, BF16 [rows, nkv, hd], into the pool, at `slots` i64 [rows] on the device."""
+        gpu, nkv, hd, kv, layer = self.gpu, self.nkv, self.hd, self.kv_cache, self.attn_layer_idx
+        pools, row = (kv.k_pool_ptr(layer), kv.v_pool_ptr(layer)), self.nkv * self.hd
+        if self.kv_bf16:
+            reshape_and_cache(
+                gpu, self.reshape_cache_k, k, v, *pools, slots, rows, nkv, hd, KV_BLOCK_SIZE, row, row, stream
+            )
+        else:
+            reshape_and_cache_fp8(
+                gpu, self.reshape_cache_k, k, v, *pools, slots, rows, nkv, hd, KV_BLOCK_SIZE, KV_SCALE, KV_SCALE,
+                row, row, kv.cache_stride(layer), stream,
+            )  # fmt: skip
 
     def _select(
         self, ctx: ForwardContext, stream: StreamLike, embed_target: DevicePtr | None, mask: MaskWords | None

@@ -6,20 +6,25 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TypeVar
 
 from ....runtime.buffers import BufferArena
-from ....runtime.errors import CapacityError, InvalidArgumentError, SparkError, UnsupportedError
-from ....runtime.gpu import DevicePtr, GpuBackend, KernelHandle
+from ....runtime.errors import CapacityError, InvalidArgumentError, UnsupportedError
+from ....runtime.gpu import DevicePtr, GpuBackend
 from ....runtime.kv_cache import KvCacheConfig, KvCacheDtype, PagedKvCache
 from ....runtime.sizes import count
 from ...config import ModelConfig
+from ...drafting.rows import PROPOSE_META_SEQS, propose_meta_stride
 from ...levers import ModelLevers
-from ...weight_map import DenseWeight, Fp8Weight, MtpWeights, QuantizedWeight
+from ...weight_map import DenseWeight, MtpWeights, QuantizedWeight
+from .ffn_weights import build_ffn, ffn_widths
+from .kernels import MtpHeadKernels
+from .quantize import Quantizer
 from .types import MtpPrefillScratch, MtpProposerState, MtpQuantization, NormConvention, ProjectionWeight
 
-__all__ = ["KV_BLOCK_SIZE", "PREFILL_CHUNK", "MtpHeadNew", "mtp_num_blocks"]
+__all__ = ["BF16_BYTES", "KV_BLOCK_SIZE", "PREFILL_CHUNK", "MtpHeadNew", "mtp_num_blocks"]
 
 log = logging.getLogger("spark_py.model.mtp_head")
 
@@ -28,8 +33,9 @@ KV_BLOCK_SIZE = 16
 PREFILL_CHUNK = 512
 """Rows of one pass of the drafter prefill."""
 BF16_BYTES = 2
-_VECTOR = 8
 _HEAD_STEP = 32
+_PACKED_STEP = 16
+_TILE = 128
 
 _Self = TypeVar("_Self", bound="MtpHeadNew")
 
@@ -42,16 +48,18 @@ def mtp_num_blocks(max_seq_len: int, mtp_max_seqs: int, main_kv_blocks: int) -> 
     return min(per_seq * count("mtp_max_seqs", mtp_max_seqs), max(count("main_kv_blocks", main_kv_blocks, 0), per_seq))
 
 
-class MtpHeadNew:
+class MtpHeadNew(MtpHeadKernels):
     """The fields of the head. The parameters are Rust's, in Rust's order; `norm` is new.
 
-    weights, embed_tokens [V, h] and lm_head [V, h] stay the caller's and must outlive the head. Tables may be padded:
-    the draft vocabulary is the smallest of mtp_vocab_size (0: no limit), config.vocab_size and the rows of both tables.
-    lm_head_nvfp4_t, the transposed twin of an NVFP4 head, goes with that form alone. max_seq_len: tokens of a sequence.
-    main_kv_blocks: blocks of the target's pool.
+    weights, embed_tokens [V, h] and lm_head [V, h] stay the caller's and must outlive the head; of what it quantises
+    the head has copies, so that in FP8 and NVFP4 it needs only the norms, the router and the shared gate of `weights`.
+    Tables may be padded: the draft vocabulary is the smallest of mtp_vocab_size (0: no limit), config.vocab_size and
+    the rows of both tables. lm_head: BF16, or NVFP4 for any quantisation of the head; lm_head_nvfp4_t: the transposed
+    twin of an NVFP4 LM head that is the target's own, and its row length; `lm_head_tgemm` off drops it. max_seq_len:
+    tokens of a sequence. main_kv_blocks: blocks of the target's pool.
 
-    UnsupportedError for what is not offered (FP8 and NVFP4, experts, attention without gate), InvalidArgumentError for
-    a tensor or number that does not fit, a KernelSetError for a missing kernel. Nothing stays allocated after an error.
+    UnsupportedError for what is not offered (a dense FFN in NVFP4, attention without gate), InvalidArgumentError for a
+    tensor or number that does not fit, a KernelSetError for a missing kernel. Nothing stays allocated after an error.
     """
 
     def __init__(
@@ -70,23 +78,21 @@ class MtpHeadNew:
         *,
         norm: NormConvention = NormConvention.ONE_PLUS_W,
     ) -> None:
-        quant.require_offered()
-        if isinstance(lm_head, QuantizedWeight) or lm_head_nvfp4_t is not None:
-            raise UnsupportedError("an NVFP4 LM head is not offered for a BF16 MTP head: pass the target's BF16 head")
-        if weights.dense_ffn is None:
-            raise UnsupportedError("an MTP head with experts is not offered: its FFN must be dense")
         if not config.attn_gated:
             raise UnsupportedError("an MTP head whose attention has no output gate is not offered")
-
+        if quant is MtpQuantization.NVFP4 and weights.dense_ffn is not None:
+            raise UnsupportedError(
+                "MTP NVFP4 mode is not supported for MTP heads with a dense FFN: use --mtp-quantization fp8 or bf16"
+            )
         h, nq = config.hidden_size, config.num_attention_heads
         nkv, hd = config.num_key_value_heads, config.head_dim
-        # Rust sizes the weights with moe_intermediate_size and runs a dense FFN with intermediate_size. One value here.
-        inter = config.intermediate_size
-        _check_dimensions(h, nq, nkv, hd, inter)
+        inter, shared_inter = ffn_widths(config, weights.dense_ffn is not None)
+        _check_dimensions(h, nq, nkv, hd, (inter, shared_inter), quant, lm_head)
 
         self.gpu, self.config, self.levers = gpu, config, levers
         self.quant, self.norm_convention = quant, norm
-        self.h, self.nq, self.nkv, self.hd, self.inter = h, nq, nkv, hd, inter
+        self.h, self.nq, self.nkv, self.hd = h, nq, nkv, hd
+        self.inter, self.shared_inter, self.experts_per_token = inter, shared_inter, config.num_experts_per_tok
         self.eps, self.rotary_dim, self.rope_theta = config.rms_norm_eps, config.rotary_dim(), config.rope_theta
         self.max_seq_len = count("max_seq_len", max_seq_len)
 
@@ -100,18 +106,7 @@ class MtpHeadNew:
         self.post_attn_layernorm = weights.post_attn_layernorm
         self.norm = weights.norm
         self.q_norm, self.k_norm = weights.q_norm, weights.k_norm
-
-        q = self.quantize_proj
-        self.fc = q("fc", weights.fc, h, h * 2)
-        self.q_proj = q("q_proj", weights.q_proj, nq * hd * 2, h)
-        self.k_proj = q("k_proj", weights.k_proj, nkv * hd, h)
-        self.v_proj = q("v_proj", weights.v_proj, nkv * hd, h)
-        self.o_proj = q("o_proj", weights.o_proj, h, nq * hd)
-        self.dense_ffn_generic = (
-            q("gate_proj", weights.dense_ffn.gate_proj, inter, h),
-            q("up_proj", weights.dense_ffn.up_proj, inter, h),
-            q("down_proj", weights.dense_ffn.down_proj, h, inter),
-        )
+        self.moe_gate, self.shared_expert_gate = weights.moe_gate, weights.shared_expert_gate
 
         self.mtp_vocab_size = count("mtp_vocab_size", mtp_vocab_size, 0)
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
@@ -119,10 +114,13 @@ class MtpHeadNew:
         lm_head_rows = lm_head.rows_of("lm_head", config.vocab_size, h)
         full = min(config.vocab_size, self.embed_rows, lm_head_rows)
         self.draft_vocab = min(self.mtp_vocab_size or full, full)
-
-        self._resolve_kernels()
+        # Decided once, so that a captured propose never sees another kernel than the next.
+        self.gemv_sw = levers.gemv_sw
+        twin = _checked_twin(lm_head_nvfp4_t, lm_head, self.draft_vocab)
+        self.lm_head_nvfp4_t = twin if levers.lm_head_tgemm else None
 
         self.attn_layer_idx = 0
+        self.kv_bf16 = quant.kv_dtype() is KvCacheDtype.BF16
         self.last_conf = 1.0
         self._deferred = False
         self._states: weakref.WeakSet[MtpProposerState] = weakref.WeakSet()
@@ -130,75 +128,87 @@ class MtpHeadNew:
         self._checked: weakref.ref[BufferArena] | None = None
         self._released = False
         self._kv_lock = threading.RLock()
-        self.draft_token_id_dev = DevicePtr.NULL
-        self.prefill_scratch: MtpPrefillScratch | None = None
-        # 1 attention layer. BF16, since FP8 with unit scales saturates where a deep layer's K and V are large.
+        self._stack = ExitStack()
+        try:
+            self._build(weights, main_kv_blocks)
+        except BaseException:
+            self.release()
+            raise
+
+    def _build(self, weights: MtpWeights, main_kv_blocks: int) -> None:
+        """What takes device memory."""
+        gpu, config, quant, levers = self.gpu, self.config, self.quant, self.levers
+        h, nq, nkv, hd = self.h, self.nq, self.nkv, self.hd
+        quantizer = Quantizer(gpu, quant, gpu.default_stream())
+        self._stack.callback(quantizer.release)
+        q = quantizer.proj
+        self.fc = q("fc", weights.fc, h, h * 2)
+        self.q_proj = q("q_proj", weights.q_proj, nq * hd * 2, h)
+        self.k_proj = q("k_proj", weights.k_proj, nkv * hd, h)
+        self.v_proj = q("v_proj", weights.v_proj, nkv * hd, h)
+        self.o_proj = q("o_proj", weights.o_proj, h, nq * hd)
+        ffn = build_ffn(weights, quantizer, config, gpu, levers)
+        for layer in (ffn.moe_nvfp4, ffn.moe_fused):
+            if layer is not None:
+                self._stack.callback(layer.release)
+        self.dense_ffn_generic = ffn.dense_ffn_generic
+        self.moe_nvfp4, self.moe_fused = ffn.moe_nvfp4, ffn.moe_fused
+        self.moe_experts_generic, self.moe_shared_generic = ffn.moe_experts_generic, ffn.moe_shared_generic
+
+        routes = ffn.moe_experts_generic is not None
+        used: list[ProjectionWeight] = [self.fc, self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.lm_head]
+        for triple in (ffn.dense_ffn_generic, ffn.moe_shared_generic, *(ffn.moe_experts_generic or ())):
+            used += triple or ()
+        if routes and self.moe_gate is not None:
+            used.append(self.moe_gate)
+        self._resolve_kernels(
+            gpu, quant, self.norm_convention, {type(weight) for weight in used}, lm_head=type(self.lm_head),
+            silu=routes or ffn.dense_ffn_generic is not None, routes=routes, tiles=self.lm_head_nvfp4_t is not None,
+        )  # fmt: skip
+
+        # 1 attention layer.
         kv_config = KvCacheConfig(
-            block_size=KV_BLOCK_SIZE, num_kv_heads=nkv, head_dim=hd, num_layers=1, dtype=KvCacheDtype.BF16
+            block_size=KV_BLOCK_SIZE, num_kv_heads=nkv, head_dim=hd, num_layers=1, dtype=quant.kv_dtype()
         )
         # For every sequence that drafts at the same time, not for one. Whoever sizes the target's pool subtracts it.
         num_blocks = mtp_num_blocks(self.max_seq_len, levers.mtp_max_seqs, main_kv_blocks)
         self.kv_cache = PagedKvCache(kv_config, num_blocks, gpu, "mtp_head.kv")
-        self._owned: list[DevicePtr] = []
-        try:
-            self.draft_token_id_dev = self._alloc("draft_token_id", 4)
-            if levers.feeds_drafter:
-                sizes = MtpPrefillScratch.sizes(PREFILL_CHUNK, h, nq, nkv, hd)
-                scratch = {name: self._alloc(f"prefill.{name}", nbytes) for name, nbytes in sizes.items()}
-                self.prefill_scratch = MtpPrefillScratch(**scratch)
-                # RoPE rotates it with K although nobody reads the result.
-                gpu.memset(self.prefill_scratch.q_scratch, 0, sizes["q_scratch"])
-        except BaseException:
-            self.release()
-            raise
+        self._stack.callback(self.kv_cache.release)
+        self.draft_token_id_dev = self._alloc("draft_token_id", 4)
+        # Memory of its own, not a part of the scratch that others write. A stride of the same block size as the pool.
+        self.propose_meta_stride = propose_meta_stride(self.max_seq_len, KV_BLOCK_SIZE, levers.propose_meta_stride)
+        self.propose_meta = self._alloc("propose_meta", PROPOSE_META_SEQS * self.propose_meta_stride)
+        self.prefill_scratch: MtpPrefillScratch | None = None
+        if levers.feeds_drafter and quant.supports_drafter_prefill():
+            sizes = MtpPrefillScratch.sizes(PREFILL_CHUNK, h, nq, nkv, hd)
+            scratch = {name: self._alloc(f"prefill.{name}", nbytes) for name, nbytes in sizes.items()}
+            self.prefill_scratch = MtpPrefillScratch(**scratch)
+            # RoPE rotates it with K although nobody reads the result.
+            gpu.memset(self.prefill_scratch.q_scratch, 0, sizes["q_scratch"])
+
+        lm_head_bytes = self.draft_vocab * h // 2 * (1 if isinstance(self.lm_head, QuantizedWeight) else 2 * BF16_BYTES)
         log.info(
-            "MTP head: quant=%s, fc=[%d,%d], attn Q=[%d,%d], ffn=dense FFN, vocab=%d/%d (LM head %.1f MB), "
+            "MTP head: quant=%s, fc=[%d,%d], attn Q=[%d,%d], ffn=%s, %d experts, vocab=%d/%d (LM head %.1f MB), "
             "KV pool %d blocks of %d",
-            quant.value, h, h * 2, nq * hd * 2, h, self.draft_vocab, config.vocab_size,
-            self.draft_vocab * h * BF16_BYTES / 2**20, num_blocks, KV_BLOCK_SIZE,
+            quant.value, h, h * 2, nq * hd * 2, h, ffn.kind(), config.num_experts if weights.dense_ffn is None else 0,
+            self.draft_vocab, config.vocab_size, lm_head_bytes / 2**20, num_blocks, KV_BLOCK_SIZE,
         )  # fmt: skip
-
-    def quantize_proj(self, name: str, weight: DenseWeight | Fp8Weight, n: int, k: int) -> ProjectionWeight:
-        """A projection [n, k] in the head's quantisation; BF16 is the checkpoint's own tensor, not a copy."""
-        weight.check_shape(f"mtp {name}", n, k)
-        if isinstance(weight, Fp8Weight):
-            raise UnsupportedError(f"mtp {name} is FP8: a BF16 head takes BF16")
-        return weight
-
-    def _resolve_kernels(self) -> None:
-        """Handles of what this quantisation and LM head run; an optional one that the set lacks is handle 0."""
-        gpu = self.gpu
-        if self.norm_convention is NormConvention.ONE_PLUS_W:
-            self.rms_norm_k = gpu.kernel("norm", "rms_norm")
-            self.residual_add_rms_norm_k = gpu.kernel("norm", "residual_add_rms_norm")
-        else:
-            self.rms_norm_k = gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
-            self.residual_add_rms_norm_k = KernelHandle(0)
-        self.rope_k = gpu.kernel("rope", "rope_forward")
-        self.reshape_cache_k = gpu.kernel("reshape_and_cache", "reshape_and_cache_flash")
-        self.paged_decode_k = gpu.kernel("paged_decode", "paged_decode_attn")
-        self.residual_add_k = gpu.kernel("residual_add", "bf16_residual_add")
-        self.sigmoid_gate_mul_k = gpu.kernel("residual_add", "sigmoid_gate_mul")
-        self.bf16_concat_k = gpu.kernel("residual_add", "bf16_concat")
-        self.argmax_k = gpu.kernel("argmax", "argmax_bf16")
-        self.embed_from_argmax_k = gpu.kernel("embed_from_argmax", "embed_from_argmax")
-        self.dense_gemv_k = gpu.kernel("gemv", "dense_gemv_bf16")
-        self.deinterleave_qg_k = gpu.kernel("ssm_preprocess", "deinterleave_qg")
-        self.moe_silu_mul_k = gpu.kernel("moe_silu_mul", "moe_silu_mul")
-        # Batched row writers; without them rows are fed one at a time, or (the GEMM) not at all.
-        self.dense_gemm_k = gpu.try_kernel("gemm", "dense_gemm_bf16")
-        self.dense_gemv_batchm_k = gpu.try_kernel("dense_gemv_bf16_batchm", "dense_gemv_bf16_batchm")
 
     def _alloc(self, name: str, nbytes: int) -> DevicePtr:
         ptr = self.gpu.alloc(nbytes, f"mtp_head.{name}")
-        self._owned.append(ptr)
+        self._stack.callback(self._free, ptr)
         return ptr
+
+    def _free(self, ptr: DevicePtr) -> None:
+        # A backend that was closed before has freed everything itself.
+        if not self.gpu.closed:
+            self.gpu.free(ptr)
 
     def check_buffers(self, buffers: BufferArena) -> None:
         """CapacityError where a buffer of the arena is too small for one row of this head. An arena is checked once."""
         if self._checked is not None and self._checked() is buffers:
             return
-        h, q, kv = self.h, self.nq * self.hd, self.nkv * self.hd
+        h, q, kv, inter = self.h, self.nq * self.hd, self.nkv * self.hd, self.inter
         need = {
             "ssm_qkvz": h,
             "ssm_deinterleaved": h,
@@ -209,11 +219,23 @@ class MtpHeadNew:
             "norm_output": h,
             "qkv_output": 2 * q + 2 * kv,
             "attn_output": q,
-            "expert_gate_out": self.inter,
-            "expert_up_out": self.inter,
+            "expert_gate_out": inter,
+            "expert_up_out": inter,
             "moe_output": h,
             "logits": self.draft_vocab,
         }
+        if self.dense_ffn_generic is None:
+            # One slot an expert of a token; the shared expert uses buffers whose content is no longer needed.
+            slots = self.experts_per_token
+            need |= {
+                "gate_logits": self.config.num_experts,
+                "expert_gate_out": slots * inter,
+                "expert_up_out": slots * inter,
+                "expert_down_out": slots * h,
+                "ssm_qkvz": max(h, self.shared_inter),
+                "attn_output": max(q, h),
+                "logits": max(self.draft_vocab, self.shared_inter),
+            }
         for name, elements in need.items():
             have = getattr(buffers.sizes(), name)
             if (nbytes := elements * BF16_BYTES) > have:
@@ -223,25 +245,11 @@ class MtpHeadNew:
     # ------------------------------------------------------------ life
 
     def release(self) -> None:
-        """Free the KV pool and the head's own buffers; a second call does nothing. Weights stay. All are tried, then
-        the first error is raised."""
-        if self._released:
-            return
-        self._released = True
-        first: SparkError | None = None
-        try:
-            self.kv_cache.release()
-        except SparkError as error:
-            first = error
-        # A backend that was closed before has freed everything itself.
-        for ptr in () if self.gpu.closed else self._owned:
-            try:
-                self.gpu.free(ptr)
-            except SparkError as error:
-                first = first or error
-        self._owned.clear()
-        if first is not None:
-            raise first
+        """Free the KV pool, what was quantised and the head's own buffers; a second call does nothing. Weights that the
+        caller passed stay. All are tried, then an error is raised."""
+        if not self._released:
+            self._released = True
+            self._stack.close()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -250,14 +258,48 @@ class MtpHeadNew:
         self.release()
 
 
-def _check_dimensions(h: int, nq: int, nkv: int, hd: int, inter: int) -> None:
+def _check_dimensions(
+    h: int,
+    nq: int,
+    nkv: int,
+    hd: int,
+    widths: tuple[int, int],
+    quant: MtpQuantization,
+    lm_head: DenseWeight | QuantizedWeight,
+) -> None:
     """What the kernels ask of the shapes, said by the name of the config's field."""
-    for name, value in (("hidden_size", h), ("intermediate_size", inter), ("num_attention_heads * head_dim", nq * hd)):
-        if count(name, value) % _VECTOR:
+    step = quant.k_step()
+    wide = max(step, _PACKED_STEP) if isinstance(lm_head, QuantizedWeight) else step
+    for name, value, needed in (
+        ("hidden_size", h, wide), ("FFN width", widths[0], step), ("shared expert's width", widths[1], step),
+        ("num_attention_heads * head_dim", nq * hd, step),
+    ):  # fmt: skip
+        if count(name, value) % needed:
             raise InvalidArgumentError(
-                name, value, f"a multiple of {_VECTOR} is needed: rows are read 16 bytes at a time"
+                name, value, f"a multiple of {needed} is needed: rows are read in groups, or 16 bytes at a time"
             )
     if hd % _HEAD_STEP:
         raise InvalidArgumentError("head_dim", hd, f"a multiple of {_HEAD_STEP} is needed by the attention kernel")
     if nq % nkv:
         raise InvalidArgumentError("num_attention_heads", nq, f"a multiple of num_key_value_heads = {nkv} is needed")
+
+
+def _checked_twin(
+    twin: tuple[QuantizedWeight, int] | None, lm_head: DenseWeight | QuantizedWeight, draft_vocab: int
+) -> tuple[QuantizedWeight, int] | None:
+    """The transposed LM head, whose rows hold the draft vocabulary and end on a tile."""
+    if twin is None:
+        return None
+    weight, ldb = twin
+    if not isinstance(lm_head, QuantizedWeight):
+        raise InvalidArgumentError("lm_head_nvfp4_t", twin, "None where the LM head is not NVFP4: it would be another")
+    for name, ptr in (("lm_head_nvfp4_t", weight.weight), ("weight_scale of lm_head_nvfp4_t", weight.weight_scale)):
+        if ptr.is_null:
+            raise InvalidArgumentError(name, ptr, "a tensor on the device is needed")
+    if count("row length of lm_head_nvfp4_t", ldb) < draft_vocab or ldb % _TILE:
+        limit = f"a multiple of {_TILE}, and at least the draft vocabulary, {draft_vocab}"
+        raise InvalidArgumentError("row length of lm_head_nvfp4_t", ldb, limit)
+    if weight.weight_scale_2 != lm_head.weight_scale_2:
+        limit = f"the LM head's own, {lm_head.weight_scale_2}: the twin is the same weight"
+        raise InvalidArgumentError("weight_scale_2 of lm_head_nvfp4_t", weight.weight_scale_2, limit)
+    return weight, ldb

@@ -9,14 +9,24 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TypeAlias
 
-from ....runtime.errors import InvalidArgumentError, UnsupportedError
+from ....runtime.errors import InvalidArgumentError
 from ....runtime.gpu import DevicePtr
-from ...weight_map import DenseWeight
+from ....runtime.kv_cache import KvCacheDtype
+from ...weight_map import DenseWeight, Fp8DenseWeight, Fp8Weight, QuantizedWeight
 
-__all__ = ["MtpPrefillScratch", "MtpProposerState", "MtpQuantization", "NormConvention", "ProjectionWeight"]
+__all__ = [
+    "FfnProjections",
+    "MtpPrefillScratch",
+    "MtpProposerState",
+    "MtpQuantization",
+    "NormConvention",
+    "ProjectionWeight",
+]
 
-ProjectionWeight: TypeAlias = DenseWeight
-"""A projection as the head runs it. Of Rust's variants (Nvfp4, Fp8, Fp8BlockScaled, Bf16) the BF16 one."""
+ProjectionWeight: TypeAlias = DenseWeight | QuantizedWeight | Fp8DenseWeight | Fp8Weight
+"""A projection as the head runs it: Rust's variants Bf16, Nvfp4, Fp8 and Fp8BlockScaled, in this order."""
+FfnProjections: TypeAlias = tuple[ProjectionWeight, ProjectionWeight, ProjectionWeight]
+"""gate_proj, up_proj, down_proj of a dense FFN or of an expert."""
 
 
 class MtpQuantization(Enum):
@@ -39,10 +49,17 @@ class MtpQuantization(Enum):
         """Whether rows can be fed without a propose: BF16 alone."""
         return self is MtpQuantization.BF16
 
-    def require_offered(self) -> None:
-        """UnsupportedError, with a way out, for the quantisations that a head cannot be built with."""
-        if self is not MtpQuantization.BF16:
-            raise UnsupportedError(f"an MTP head in {self.value} is not offered: take {MtpQuantization.BF16.value}")
+    def kv_dtype(self) -> KvCacheDtype:
+        """What the drafter's KV pool stores: FP8 with unit scales for NVFP4, else BF16.
+
+        Where a deep layer's K and V are large, FP8 with unit scales saturates, attention gives a constant and every
+        draft is the same token; one layer in BF16 costs little.
+        """
+        return KvCacheDtype.FP8 if self is MtpQuantization.NVFP4 else KvCacheDtype.BF16
+
+    def k_step(self) -> int:
+        """What the length of a projection's rows must be a multiple of: a group or chunk of 16, or 8 in BF16."""
+        return 8 if self is MtpQuantization.BF16 else 16
 
 
 class NormConvention(Enum):
