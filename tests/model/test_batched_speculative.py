@@ -156,6 +156,22 @@ def test_each_sequence_ends_where_it_ends(target: Qwen3NextTarget, rng: np.rando
     assert len(set(ends)) > 1
 
 
+def test_sequences_at_their_maximum_draft_less(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+    """Near max_seq_len a sequence drafts alone, and fewer; no draft has a position beyond it."""
+    lengths = (MAX_SEQ_LEN - 7, MAX_SEQ_LEN, MAX_SEQ_LEN - 2, 20)
+    prompts = [[i, *rng.integers(0, VOCAB, n - 1).tolist()] for i, n in enumerate(lengths)]
+    wanted = [plain(target, prompt, min(NEW, MAX_SEQ_LEN - len(prompt) + 1)) for prompt in prompts]
+    proposer = Crowd(rng, [[*prompt, *tokens] for prompt, tokens in zip(prompts, wanted, strict=True)])
+    proposer.share = 0.7
+    found = BatchedSpeculativeDecoder(target, proposer, 3, levers=LEVERS).generate_all(prompts, NEW)
+    check(found, wanted, proposer)
+    assert [result.finish for result in found] == ["max_seq_len"] * 3 + ["max_new_tokens"]
+    for state in proposer.states:
+        for (position, _), asked in zip(state.proposed, state.asked, strict=True):
+            assert position + asked < MAX_SEQ_LEN
+    assert min(proposer.asked_of[0]) < 3
+
+
 def test_prompts_that_wait_for_their_turn(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 6)
     seen: dict[int, list[int]] = {}
