@@ -3,6 +3,9 @@
 
 A mutant patches a file of cuda_src, or a reference, or both; the text to find occurs exactly once in its file. Each
 family has its table in `mutants_FAMILY.py`.
+
+A kernel that writes past its buffer does so by a row or so, less than the red zone of host memory: the emulation that
+does not check lets it write, and beyond the zone lies the heap of the process that runs the tests.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ FAMILIES = (
     "w4a16",
     "w4a16_gemm_t",
     "w4a16_joint",
+    "fp8_gemv",
+    "moe_topk",
+    "moe_experts",
+    "moe_blend",
+    "moe_bf16",
 )
 
 

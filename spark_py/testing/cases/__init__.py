@@ -18,7 +18,14 @@ from . import (
     fused_k_norm_rope_cache,
     gemm,
     gemv,
+    gemv_fp8w,
+    moe_expert_gemv,
+    moe_expert_gemv_fused,
+    moe_shared_expert_fused,
+    moe_shared_expert_fused_bf16,
     moe_silu_mul,
+    moe_topk,
+    moe_weighted_sum_blend,
     norm,
     paged_decode,
     paged_decode_fp8,
@@ -27,12 +34,15 @@ from . import (
     residual_add,
     rms_norm_vanilla,
     rope,
+    spark_moe_rows,
+    spark_moe_shared_expert_fused_fp8,
     spark_nvfp4_transpose,
     ssm_preprocess,
     w4a16_gemm_t,
     w4a16_gemv,
     w4a16_gemv_fused,
     w4a16_gemv_joint_batch,
+    w8a16_gemv,
 )
 
 __all__ = ["cases_of"]
@@ -45,6 +55,13 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "argmax": argmax.CASES,
     "embed_from_argmax": embed_from_argmax.CASES,
     "moe_silu_mul": moe_silu_mul.CASES,
+    "moe_shared_expert_fused": moe_shared_expert_fused.CASES,
+    "spark_moe_shared_expert_fused_fp8": spark_moe_shared_expert_fused_fp8.CASES,
+    "moe_topk": moe_topk.CASES,
+    "moe_expert_gemv": {**moe_weighted_sum_blend.CASES, **moe_expert_gemv.CASES},
+    "moe_expert_gemv_fused": moe_expert_gemv_fused.CASES,
+    "moe_shared_expert_fused_bf16": moe_shared_expert_fused_bf16.CASES,
+    "spark_moe_rows": spark_moe_rows.CASES,
     "dense_gemv_bf16_batchm": dense_gemv_bf16_batchm.CASES,
     "rope": rope.CASES,
     "reshape_and_cache": reshape_and_cache.CASES,
@@ -58,6 +75,8 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "spark_nvfp4_transpose": spark_nvfp4_transpose.CASES,
     "w4a16_gemv": {**w4a16_gemv.CASES, **w4a16_gemv_joint_batch.CASES},
     "w4a16_gemv_fused": w4a16_gemv_fused.CASES,
+    "gemv_fp8w": gemv_fp8w.CASES,
+    "w8a16_gemv": w8a16_gemv.CASES,
 }
 
 
