@@ -3,7 +3,8 @@
 """Make the fixtures of tests/parity again, from Hugging Face's code on the CPU.
 
 Needs torch and transformers, which nothing else here does: pip install 'torch==2.13.*' 'transformers==5.24.*' ml_dtypes
-safetensors. One fixture is made from a checkpoint that a seed gives, the other from the demo checkpoint.
+safetensors. Two fixtures are made from checkpoints that a seed gives, without and with experts, one from the demo
+checkpoint.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def make(name: str, scratch: Path, spreads: bool = True) -> tuple[dict[str, Any]
     from tools.goldens import huggingface
 
     folder = cases.DEMO
-    if name == "random":
+    if name in cases.CONFIGS:
         folder = scratch
-        checkpoint.write(folder)
+        checkpoint.write(folder, cases.CONFIGS[name])
     meta = {
         "made by": "tools/make_goldens.py",
         "checkpoint": checkpoint.digest(folder),

@@ -44,7 +44,7 @@ class Checkpoint:
 def _qwen3_next(
     folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack, max_seqs: int, quantization: MtpQuantization
 ) -> Checkpoint:
-    """Gated full attention with dense FFNs, and an MTP head of the same shape."""
+    """Gated full attention with dense FFNs or with experts, as the configuration says, and an MTP head."""
     config = ModelConfig.from_file(folder)
     if config.unknown:
         log.info("fields of config.json that nothing reads: %s", ", ".join(sorted(config.unknown)))
@@ -68,8 +68,8 @@ def _qwen3_next(
     return Checkpoint(config, target, proposer, quantization.value)
 
 
-FAMILIES = MappingProxyType({"qwen3_next": _qwen3_next})
-"""Family, as the command line calls it, to what opens its checkpoints."""
+FAMILIES = MappingProxyType({"qwen3_next": _qwen3_next, "qwen3_next_moe": _qwen3_next})
+"""Family, as the command line calls it, to what opens its checkpoints. Families have a demo checkpoint each."""
 
 
 @contextmanager

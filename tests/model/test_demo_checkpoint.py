@@ -1,53 +1,67 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""The checkpoint that ships: what its card says of drafts holds for the kernels too."""
+"""The checkpoints that ship: what their cards say of drafts holds for the kernels too."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from spark_py.cli.demo import DEMO_MODELS
-from spark_py.model.checkpoint import open_checkpoint
+from spark_py.model.checkpoint import FAMILIES, open_checkpoint
+from spark_py.model.config import ModelConfig
 from spark_py.model.levers import ModelLevers
 from spark_py.model.row_policy import RowPolicy
 from spark_py.model.speculative import SpeculativeDecoder
 from spark_py.runtime.gpu import GpuBackend
 
-FOLDER = DEMO_MODELS / "qwen3_next"
 PROMPTS, NEW_TOKENS, DRAFTS = 10, 64, 3
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def card() -> list[dict[str, Any]]:
+def folder(family: str) -> Path:
+    return DEMO_MODELS / family
+
+
+@pytest.fixture(scope="module")
+def card(folder: Path) -> list[dict[str, Any]]:
     """Prompt ids, greedy tokens and counts of each prompt, as the training script measured them in FP32."""
-    prompts = json.loads((FOLDER / "prompts.json").read_text())["prompts"]
-    metrics = json.loads((FOLDER / "metrics.json").read_text())
+    prompts = json.loads((folder / "prompts.json").read_text())["prompts"]
+    metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["settings"]["drafts"] == DRAFTS
     assert metrics["settings"]["new_tokens"] == NEW_TOKENS
     return [prompt | row for prompt, row in zip(prompts, metrics["prompts"], strict=True)][:PROMPTS]
-
-
-@pytest.fixture(autouse=True)
-def _fast_enough(backend_name: str) -> None:
-    if backend_name.startswith("emulated"):
-        pytest.skip("640 tokens of 5.4 M parameters: too much for kernels that run thread by thread")
 
 
 @pytest.mark.parametrize(
     ("name", "policy", "refeed"), [("refeed", RowPolicy.VERIFIED, True), ("seed", RowPolicy.SEED, False)]
 )
 def test_acceptance_is_what_the_card_says(
-    gpu: GpuBackend, card: list[dict[str, Any]], name: str, policy: RowPolicy, refeed: bool
+    gpu: GpuBackend,
+    backend_name: str,
+    family: str,
+    folder: Path,
+    card: list[dict[str, Any]],
+    name: str,
+    policy: RowPolicy,
+    refeed: bool,
 ) -> None:
     """BF16 picks another token than FP32 here and there, and the text goes on differently from there: both are samples
     of one rate, so that the numbers of verify steps that accept a draft differ by sampling. Bound: three standard
     deviations of a difference of two binomial shares, for each position."""
+    if backend_name.startswith("emulated"):
+        pytest.skip("640 tokens of 5 M parameters: too much for kernels that run thread by thread")
     levers = ModelLevers(row_policy=policy, refeed=refeed, mtp_max_seqs=1)
     steps, accepted = 0, np.zeros(DRAFTS, int)
-    with open_checkpoint(FOLDER, gpu, 512) as found:
+    with open_checkpoint(folder, gpu, 512, family) as found:
         decoder = SpeculativeDecoder(
             found.target, found.proposer(levers), DRAFTS, found.config.eos_token_ids, levers=levers
         )
@@ -61,13 +75,26 @@ def test_acceptance_is_what_the_card_says(
     wanted_steps = sum(row[name]["steps"] for row in card)
     wanted = np.sum([row[name]["accepted"] for row in card], axis=0)
     shares, wanted_shares = accepted / steps, wanted / wanted_steps
-    print(f"{name}: {shares.round(3)} here, {wanted_shares.round(3)} on the card, {steps} and {wanted_steps} steps")
+    print(
+        f"{family}, {name}: {shares.round(3)} in {steps} steps, on the card {wanted_shares.round(3)} in {wanted_steps}"
+    )
     variance = wanted_shares * (1 - wanted_shares)
     assert (np.abs(shares - wanted_shares) < 3 * np.sqrt(variance / steps + variance / wanted_steps)).all()
-    assert 1 + shares.sum() > 2.6, "mean accepted length"
-    assert shares[0] > 0.72, "first draft"
+    if name == "refeed":  # the goals of tools/train_demo.py are for it
+        assert 1 + shares.sum() > 2.6, "mean accepted length"
+        assert shares[0] > 0.72, "first draft"
 
 
-def test_the_card_has_enough_prompts(card: list[dict[str, Any]]) -> None:
+def test_the_card_has_enough_prompts(card: list[dict[str, Any]], folder: Path) -> None:
     assert len(card) == PROMPTS
-    assert sum((FOLDER / file.name).stat().st_size for file in FOLDER.iterdir()) <= 12_000_000
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 12_000_000
+
+
+def test_all_checkpoints_are_small_together() -> None:
+    assert sum(file.stat().st_size for file in DEMO_MODELS.rglob("*") if file.is_file()) <= 36_000_000
+
+
+def test_the_layers_are_those_of_the_family(family: str, folder: Path) -> None:
+    config = ModelConfig.from_file(folder)
+    sparse = [config.is_sparse_layer(layer) for layer in range(config.num_hidden_layers)]
+    assert sparse == [family == "qwen3_next_moe"] * config.num_hidden_layers

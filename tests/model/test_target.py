@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""The dense target: its numbers, the independence of its rows, and what it refuses."""
+"""The target, dense and with experts: its numbers, the independence of its rows, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from spark_py.model.target import Qwen3NextTarget, TargetRows, TargetState, load_target_weights
+from spark_py.model.weight_map import MoeWeights
 from spark_py.runtime.errors import (
     CapacityError,
     InvalidArgumentError,
@@ -22,7 +23,7 @@ from spark_py.runtime.errors import (
 )
 from spark_py.runtime.gpu import GpuBackend, KernelHandle
 from spark_py.runtime.weights import WeightStore
-from tests.model.tiny import BF16, Array, Tiny, open_target, oracle, write_tiny
+from tests.model.tiny import BF16, MOE, Array, Tiny, clear_tokens, open_target, oracle, write_tiny
 
 ROUNDINGS_A_LAYER = 9
 """BF16 stores in a row through a layer: norm, projection, head norm, RoPE, attention, gate, projection, sum; as many
@@ -32,6 +33,12 @@ through the FFN, of which the branch and the sum add to the stream."""
 @pytest.fixture
 def tiny(tmp_path: Path, rng: np.random.Generator) -> Tiny:
     return write_tiny(tmp_path / "model", rng)
+
+
+@pytest.fixture(params=["dense", "experts"])
+def either(request: pytest.FixtureRequest, tmp_path: Path, rng: np.random.Generator) -> Tiny:
+    """A dense checkpoint, and one with experts in some layers."""
+    return write_tiny(tmp_path / "model", rng, **(MOE if request.param == "experts" else {}))
 
 
 def ids(rng: np.random.Generator, count: int, vocab: int = 300) -> list[int]:
@@ -88,9 +95,17 @@ class Trail:
         self.target.free_state(self.state)
 
 
-def test_logits_and_hidden_are_those_of_the_formulas(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, MOE, MOE | {"norm_topk_prob": False, "num_experts_per_tok": 1}, MOE | {"num_experts_per_tok": 6}],
+    ids=["dense", "experts", "one expert, its weight as it is", "all experts"],
+)
+def test_logits_and_hidden_are_those_of_the_formulas(
+    gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator, overrides: dict[str, Any]
+) -> None:
     """A BF16 store errs by 2**-9 relative at most, by 2**-9 / sqrt(3) on average, independently of the others."""
-    tokens = ids(rng, 40)
+    tiny = write_tiny(tmp_path / "model", rng, **overrides)
+    tokens = clear_tokens(tiny, rng, 40) if overrides else ids(rng, 40)
     wanted_logits, wanted_hidden = oracle(tiny, tokens)
     with open_target(gpu, tiny) as target:
         trail = Trail(target)
@@ -114,10 +129,10 @@ def test_logits_and_hidden_are_those_of_the_formulas(gpu: GpuBackend, tiny: Tiny
 
 @pytest.mark.parametrize("rows", range(1, 10))
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows(
-    gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, rows: int
+    gpu: GpuBackend, either: Tiny, rng: np.random.Generator, rows: int
 ) -> None:
     tokens = ids(rng, 19)
-    with open_target(gpu, tiny) as target:
+    with open_target(gpu, either) as target:
         single, grouped = Trail(target), Trail(target)
         for token in tokens:
             single.decode(token)
@@ -133,10 +148,10 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(
 
 @pytest.mark.parametrize("how", ["prefill", "decode", "verify", "prefill in parts", "after a rollback"])
 def test_a_row_has_the_same_bits_however_the_kv_before_it_was_written(
-    gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, how: str
+    gpu: GpuBackend, either: Tiny, rng: np.random.Generator, how: str
 ) -> None:
     tokens, after = ids(rng, 35), ids(rng, 4)
-    with open_target(gpu, tiny) as target:
+    with open_target(gpu, either) as target:
         wanted, got = Trail(target), Trail(target)
         wanted.prefill(tokens)
         if how == "prefill":
@@ -170,13 +185,16 @@ def test_a_row_has_the_same_bits_however_the_kv_before_it_was_written(
         got.close()
 
 
-def test_the_single_row_kernels_give_the_same_bits(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
-    """A kernel set without the batched GEMV and the batched argmax is slower, not different."""
+def test_the_single_row_kernels_give_the_same_bits(gpu: GpuBackend, either: Tiny, rng: np.random.Generator) -> None:
+    """A kernel set without the batched GEMV and argmax and the experts of several rows is slower, not different."""
     tokens = ids(rng, 21)
-    with open_target(gpu, tiny) as target:
+    with open_target(gpu, either) as target:
         batched, looped = Trail(target), Trail(target)
         batched.verify(tokens)
         target._gemv_batchm_k = target._argmax_batch_k = KernelHandle(0)
+        for experts in target._experts.values():
+            assert experts.rows_in_one_pass
+            experts._rows_k = [KernelHandle(0)]
         looped.verify(tokens)
         np.testing.assert_array_equal(batched.logits, looped.logits)
         assert batched.picks == looped.picks
@@ -184,11 +202,11 @@ def test_the_single_row_kernels_give_the_same_bits(gpu: GpuBackend, tiny: Tiny, 
         looped.close()
 
 
-def test_a_small_arena_gives_the_same_bits(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+def test_a_small_arena_gives_the_same_bits(gpu: GpuBackend, either: Tiny, rng: np.random.Generator) -> None:
     tokens = ids(rng, 23)
     found = []
     for rows in (5, 32):
-        with open_target(gpu, tiny, max_batch_tokens=rows) as target:
+        with open_target(gpu, either, max_batch_tokens=rows) as target:
             assert target.chunk_rows == min(rows, 16)
             trail = Trail(target)
             trail.verify(tokens)
@@ -197,9 +215,9 @@ def test_a_small_arena_gives_the_same_bits(gpu: GpuBackend, tiny: Tiny, rng: np.
     np.testing.assert_array_equal(*found)
 
 
-def test_sequences_do_not_touch_each_other(gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator) -> None:
+def test_sequences_do_not_touch_each_other(gpu: GpuBackend, either: Tiny, rng: np.random.Generator) -> None:
     first, second = ids(rng, 30), ids(rng, 30)
-    with open_target(gpu, tiny) as target:
+    with open_target(gpu, either) as target:
         alone, one, two = Trail(target), Trail(target), Trail(target)
         alone.verify(first)
         for start in range(0, 30, 5):
@@ -372,6 +390,93 @@ def test_a_tensor_of_another_shape_is_named(gpu: GpuBackend, tiny: Tiny, name: s
     tiny.weights[name] = np.ones(shape, BF16)
     tiny.save()
     refused(gpu, tiny, InvalidArgumentError, name)
+
+
+def stack_experts(tiny: Tiny) -> None:
+    """The experts of each layer in two tensors, as newer files have them."""
+    for prefix in {name.split("experts.")[0] for name in tiny.weights if ".experts." in name}:
+        parts = [
+            [tiny.weights.pop(f"{prefix}experts.{e}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            for e in range(tiny.raw["num_experts"])
+        ]
+        tiny.weights[f"{prefix}experts.gate_up_proj"] = np.stack([np.concatenate((g, u)) for g, u, _ in parts])
+        tiny.weights[f"{prefix}experts.down_proj"] = np.stack([down for _, _, down in parts])
+
+
+def test_stacked_experts_are_those_that_stand_alone(gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator) -> None:
+    tiny, found = write_tiny(tmp_path / "model", rng, **MOE), []
+    for stacked in (False, True):
+        if stacked:
+            stack_experts(tiny)
+            tiny.save()
+        with WeightStore.open(tiny.folder) as store:
+            weights = load_target_weights(store, tiny.config, gpu)
+            assert [isinstance(layer.ffn, MoeWeights) for layer in weights.layers] == [True, False, True]
+            experts = [
+                weight
+                for layer in weights.layers
+                if isinstance(layer.ffn, MoeWeights)
+                for expert in (*layer.ffn.experts, layer.ffn.shared_expert)
+                for weight in (expert.gate_proj, expert.up_proj, expert.down_proj)
+            ]
+            assert len(experts) == 2 * 3 * 7
+            values = []
+            for weight in experts:
+                value = np.empty(weight.shape, np.uint16)
+                gpu.copy_d2h(weight.weight, value.reshape(-1).view(np.uint8))
+                values.append(value)
+            found.append(values)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_missing_experts_are_named(gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator) -> None:
+    tiny = write_tiny(tmp_path / "model", rng, **MOE)
+    missing = (
+        "model.layers.0.mlp.shared_expert_gate.weight",
+        "model.layers.2.mlp.gate.weight",
+        "model.layers.2.mlp.experts.5.up_proj.weight",
+    )
+    for name in missing:
+        del tiny.weights[name]
+    tiny.save()
+    with WeightStore.open(tiny.folder) as store, pytest.raises(MissingWeightError) as caught:
+        load_target_weights(store, tiny.config, gpu)
+    assert set(caught.value.missing) == set(missing)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.mlp.gate.weight", (5, 64)),
+        ("model.layers.0.mlp.shared_expert_gate.weight", (64,)),
+        ("model.layers.2.mlp.experts.3.down_proj.weight", (40, 64)),
+        ("model.layers.2.mlp.shared_expert.up_proj.weight", (96, 64)),
+        ("model.layers.2.mlp.experts.gate_up_proj", (6, 64, 80)),
+        ("model.layers.0.mlp.experts.down_proj", (7, 64, 40)),
+    ],
+)
+def test_an_expert_of_another_shape_is_named(
+    gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator, name: str, shape: tuple[int, ...]
+) -> None:
+    tiny = write_tiny(tmp_path / "model", rng, **MOE)
+    if not name.endswith(".weight"):
+        stack_experts(tiny)
+    assert name in tiny.weights
+    tiny.weights[name] = np.ones(shape, BF16)
+    tiny.save()
+    refused(gpu, tiny, InvalidArgumentError, name)
+
+
+def test_experts_of_sizes_that_no_kernel_takes_are_refused(
+    gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    tiny = write_tiny(tmp_path / "model", rng, **MOE)
+    for field, value in (("moe_intermediate_size", 44), ("shared_expert_intermediate_size", 0)):
+        tiny.raw[field], old = value, tiny.raw[field]
+        tiny.save()
+        refused(gpu, tiny, (UnsupportedError, InvalidArgumentError), f"{field} is {value}")  # type: ignore[arg-type]
+        tiny.raw[field] = old
 
 
 def test_other_dtypes_and_layers_are_refused(gpu: GpuBackend, tiny: Tiny) -> None:

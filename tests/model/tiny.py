@@ -50,10 +50,23 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 0,
 }
 
+MOE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
+"""Overrides of CONFIG: experts in the first and the last layer, and in the MTP module."""
+ROUTER_WIDTH = 3.0
+"""Standard deviation of router logits, so that few choices are close."""
 
-def layer_tensors(rng: np.random.Generator, prefix: str, c: dict[str, Any]) -> dict[str, Array]:
-    """One gated attention layer with a dense FFN."""
-    h, inter, hd = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+
+def layer_tensors(rng: np.random.Generator, prefix: str, c: dict[str, Any], sparse: bool) -> dict[str, Array]:
+    """One gated attention layer with a dense FFN, or with experts."""
+    h, hd = c["hidden_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * hd, c["num_key_value_heads"] * hd
     shapes = {
         "input_layernorm": (h,),
@@ -64,11 +77,23 @@ def layer_tensors(rng: np.random.Generator, prefix: str, c: dict[str, Any]) -> d
         "self_attn.o_proj": (h, q),
         "self_attn.q_norm": (hd,),
         "self_attn.k_norm": (hd,),
-        "mlp.gate_proj": (inter, h),
-        "mlp.up_proj": (inter, h),
-        "mlp.down_proj": (h, inter),
     }
-    return {f"{prefix}{name}.weight": tensor(rng, *shape) for name, shape in shapes.items()}
+    if sparse:
+        shapes |= {"mlp.gate": (c["num_experts"], h), "mlp.shared_expert_gate": (1, h)}
+        shapes |= ffn_shapes("mlp.shared_expert.", c["shared_expert_intermediate_size"], h)
+        for expert in range(c["num_experts"]):
+            shapes |= ffn_shapes(f"mlp.experts.{expert}.", c["moe_intermediate_size"], h)
+    else:
+        shapes |= ffn_shapes("mlp.", c["intermediate_size"], h)
+    found = {f"{prefix}{name}.weight": tensor(rng, *shape) for name, shape in shapes.items()}
+    if sparse:
+        router = f"{prefix}mlp.gate.weight"
+        found[router] = (found[router].astype(np.float32) * ROUTER_WIDTH).astype(BF16)
+    return found
+
+
+def ffn_shapes(prefix: str, inter: int, h: int) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}gate_proj": (inter, h), f"{prefix}up_proj": (inter, h), f"{prefix}down_proj": (h, inter)}
 
 
 def tensor(rng: np.random.Generator, *shape: int) -> Array:
@@ -78,7 +103,7 @@ def tensor(rng: np.random.Generator, *shape: int) -> Array:
 
 
 def tensors(rng: np.random.Generator, c: dict[str, Any]) -> dict[str, Array]:
-    """A whole checkpoint: target and MTP module."""
+    """A whole checkpoint: target, and MTP module with experts if any layer has them."""
     h, vocab = c["hidden_size"], c["vocab_size"]
     found = {
         "model.embed_tokens.weight": (rng.standard_normal((vocab, h))).astype(BF16),
@@ -89,9 +114,10 @@ def tensors(rng: np.random.Generator, c: dict[str, Any]) -> dict[str, Array]:
         "mtp.norm.weight": tensor(rng, h),
         "mtp.fc.weight": tensor(rng, h, 2 * h),
     }
-    for layer in range(c["num_hidden_layers"]):
-        found |= layer_tensors(rng, f"model.layers.{layer}.", c)
-    return found | layer_tensors(rng, "mtp.layers.0.", c)
+    sparse = [bool(c["num_experts"]) and i not in c["mlp_only_layers"] for i in range(c["num_hidden_layers"])]
+    for layer, experts in enumerate(sparse):
+        found |= layer_tensors(rng, f"model.layers.{layer}.", c, experts)
+    return found | layer_tensors(rng, "mtp.layers.0.", c, any(sparse))
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -128,9 +154,8 @@ class Tiny:
 def write_tiny(folder: Path, rng: np.random.Generator, **overrides: Any) -> Tiny:
     """A fresh random checkpoint in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    raw = CONFIG | overrides
-    layers = raw["num_hidden_layers"]
-    raw |= {"layer_types": ["full_attention"] * layers, "mlp_only_layers": list(range(layers))} if layers != 2 else {}
+    layers = overrides.get("num_hidden_layers", CONFIG["num_hidden_layers"])
+    raw = CONFIG | {"layer_types": ["full_attention"] * layers, "mlp_only_layers": list(range(layers))} | overrides
     tiny = Tiny(folder, raw, tensors(rng, raw))
     tiny.save()
     write_tokenizer(folder)
@@ -160,12 +185,15 @@ def open_target(
 # ---------------------------------------------------------------- the forward pass in FP64
 
 
-def oracle(tiny: Tiny, tokens: Sequence[int]) -> tuple[Array, Array]:
-    """(logits [n, vocab], raw residual hidden [n, h]) in FP64, without any rounding of activations."""
+def oracle(tiny: Tiny, tokens: Sequence[int], gaps: list[Array] | None = None) -> tuple[Array, Array]:
+    """(logits [n, vocab], raw residual hidden [n, h]) in FP64, without any rounding of activations.
+
+    `gaps` gets, for each layer with experts, how far the router's last chosen logit is above the next one, [n].
+    """
     c, w = tiny.raw, {name: value.astype(np.float64) for name, value in tiny.weights.items()}
     x = w["model.embed_tokens.weight"][list(tokens)]
     for layer in range(c["num_hidden_layers"]):
-        x = oracle_layer(c, w, f"model.layers.{layer}.", x, np.arange(len(tokens)))
+        x = oracle_layer(c, w, f"model.layers.{layer}.", x, np.arange(len(tokens)), gaps)
     return oracle_norm(x, w["model.norm.weight"], c) @ w["lm_head.weight"].T, x
 
 
@@ -184,7 +212,9 @@ def oracle_rope(x: Array, positions: Array, c: dict[str, Any]) -> Array:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def oracle_layer(c: dict[str, Any], w: dict[str, Array], prefix: str, x: Array, positions: Array) -> Array:
+def oracle_layer(
+    c: dict[str, Any], w: dict[str, Array], prefix: str, x: Array, positions: Array, gaps: list[Array] | None = None
+) -> Array:
     """One layer over all rows at once, under a causal mask."""
     n, hd, nq, nkv = len(x), c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
 
@@ -206,6 +236,45 @@ def oracle_layer(c: dict[str, Any], w: dict[str, Array], prefix: str, x: Array, 
     mixed = np.einsum("hij,jhd->ihd", weights, value) / (1 + np.exp(-gate))
     x = x + mixed.reshape(n, -1) @ get("self_attn.o_proj").T
     normed = oracle_norm(x, get("post_attention_layernorm"), c)
-    g = normed @ get("mlp.gate_proj").T
-    hidden: Array = x + (g / (1 + np.exp(-g)) * (normed @ get("mlp.up_proj").T)) @ get("mlp.down_proj").T
+    if f"{prefix}mlp.gate.weight" in w:
+        out = oracle_experts(c, w, f"{prefix}mlp.", normed, gaps)
+    else:
+        out = oracle_ffn(w, f"{prefix}mlp.", normed)
+    hidden: Array = x + out
     return hidden
+
+
+def oracle_ffn(w: dict[str, Array], prefix: str, x: Array) -> Array:
+    g, up = (x @ w[f"{prefix}{name}_proj.weight"].T for name in ("gate", "up"))
+    out: Array = (g / (1 + np.exp(-g)) * up) @ w[f"{prefix}down_proj.weight"].T
+    return out
+
+
+def oracle_experts(c: dict[str, Any], w: dict[str, Array], prefix: str, x: Array, gaps: list[Array] | None) -> Array:
+    """Row by row: the best experts' outputs, weighted by a softmax over all experts (made to sum to 1 where the
+    configuration says so), and the shared expert's times the sigmoid of its gate."""
+    top = c["num_experts_per_tok"]
+    logits = x @ w[f"{prefix}gate.weight"].T
+    ranks = np.argsort(-logits, axis=1, kind="stable")
+    if gaps is not None and top < c["num_experts"]:
+        gaps.append(np.array([row[rank[top - 1]] - row[rank[top]] for row, rank in zip(logits, ranks, strict=True)]))
+    out = oracle_ffn(w, f"{prefix}shared_expert.", x) / (1 + np.exp(-x @ w[f"{prefix}shared_expert_gate.weight"].T))
+    for i, (row, rank) in enumerate(zip(logits, ranks, strict=True)):
+        odds = np.exp(row - row.max())
+        odds /= odds[rank[:top]].sum() if c["norm_topk_prob"] else odds.sum()
+        for e in rank[:top]:
+            out[i] += odds[e] * oracle_ffn(w, f"{prefix}experts.{e}.", x[i])
+    return out
+
+
+def clear_tokens(tiny: Tiny, rng: np.random.Generator, count: int, margin: float = 0.3) -> list[int]:
+    """Random tokens at whose rows every router's choice is clear: BF16 activations, which move a router's logits by a
+    few hundredths, give the same experts."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(int(rng.integers(0, tiny.raw["vocab_size"])))
+        gaps: list[Array] = []
+        oracle(tiny, tokens, gaps)
+        if any(gap[-1] < margin for gap in gaps):
+            tokens.pop()
+    return tokens

@@ -17,11 +17,13 @@ import numpy as np
 
 from . import checkpoint
 
-__all__ = ["DEMO", "DRAFTS", "NAMES", "ROOT", "Case", "case", "load", "save"]
+__all__ = ["CONFIGS", "DEMO", "DRAFTS", "NAMES", "ROOT", "Case", "case", "load", "save"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "spark_py" / "demo_models" / "qwen3_next"
-NAMES = ("random", "demo")
+NAMES = ("random", "random_moe", "demo")
+CONFIGS = {"random": checkpoint.CONFIG, "random_moe": checkpoint.MOE_CONFIG}
+"""The configurations of checkpoints that a seed gives."""
 DRAFTS = 3
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +33,10 @@ class Case:
     """Token sequences of one checkpoint. `decided[i]` is the first position of sequence i whose pick matters: where the
     prompt ends, 0 for random tokens. The head runs on the first `head_sequences`, from base position `head_first[i]`.
     Of every `target_step`-th and `head_step`-th row all logits are kept; the latter is no multiple of DRAFTS, so that
-    each draft of a chain has its turn."""
+    each draft of a chain has its turn.
+
+    With `clear`, a sequence is what may become one: its tokens are taken in order, without those at whose row a router
+    chooses between nearly equal experts, where BF16 may choose otherwise and be right, until there are so many."""
 
     sequences: list[list[int]]
     decided: list[int]
@@ -39,16 +44,19 @@ class Case:
     head_first: list[int]
     target_step: int
     head_step: int
+    clear: int = 0
 
 
 def case(name: str) -> Case:
-    """`random`: random tokens. `demo`: the first ten held-out prompts and what the checkpoint wrote after them when it
-    was trained, which is where decoding goes."""
-    if name == "random":
-        count, length = 6, 50
-        ids = (checkpoint.raw_words("prompts", count * length) % np.uint64(checkpoint.CONFIG["vocab_size"])).tolist()
+    """`random...`: random tokens. `demo`: the first ten held-out prompts and what the checkpoint wrote after them when
+    it was trained, which is where decoding goes."""
+    if name in CONFIGS:
+        config = CONFIGS[name]
+        count, clear = 6, 50 if config["num_experts"] else 0
+        length = 3 * clear or 50
+        ids = (checkpoint.raw_words("prompts", count * length) % np.uint64(config["vocab_size"])).tolist()
         sequences = [ids[i * length : (i + 1) * length] for i in range(count)]
-        return Case(sequences, [0] * count, 4, [6] * 4, 1, 4)
+        return Case(sequences, [0] * count, 4, [6] * 4, 1, 4, clear)
     prompts = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))["prompts"][:10]
     written = json.loads((DEMO / "metrics.json").read_text(encoding="utf-8"))["prompts"][:10]
     pairs = [(prompt["ids"], new["tokens"]) for prompt, new in zip(prompts, written, strict=True)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""A small checkpoint made from a seed, the same bits wherever NumPy runs, so that it need not be stored.
+"""Small checkpoints made from a seed, the same bits wherever NumPy runs, so that they need not be stored.
 
-Its shape differs from the demo's in every number, and no parameter has the value that a loader would put there if it
+Their shape differs from the demo's in every number, and no parameter has the value that a loader would put there if it
 were missing: norms are not 0, epsilon and theta are not the usual ones.
 """
 
@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-__all__ = ["CONFIG", "SEED", "digest", "draw", "raw_words", "tensors", "write"]
+__all__ = ["CONFIG", "MOE_CONFIG", "SEED", "digest", "draw", "raw_words", "tensors", "write"]
 
 SEED = 20
 
@@ -49,6 +49,23 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+MOE_CONFIG: dict[str, Any] = CONFIG | {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention"] * 3,
+    "mlp_only_layers": [1],
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
+"""Experts in the first and the last layer, and in the MTP head."""
+_ROUTER_WIDTH = 3.0
+"""Standard deviation of router logits: the experts of a row have quite different weights, and few rows are unclear."""
+
 
 def raw_words(name: str, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """`count` random words that depend on SEED and `name` alone. A bit generator's raw stream is fixed by NumPy's
@@ -64,11 +81,10 @@ def draw(name: str, *shape: int, width: float, centre: float = 0.0) -> np.ndarra
     return values.astype(np.float32).astype(ml_dtypes.bfloat16).reshape(shape)
 
 
-def tensors() -> dict[str, np.ndarray[Any, Any]]:
-    """The whole checkpoint under Hugging Face's names: target, and `mtp.` head."""
-    c = CONFIG
-    h, inter, hd, vocab = c["hidden_size"], c["intermediate_size"], c["head_dim"], c["vocab_size"]
-    q, kv = c["num_attention_heads"] * hd, c["num_key_value_heads"] * hd
+def tensors(config: Mapping[str, Any] = CONFIG) -> dict[str, np.ndarray[Any, Any]]:
+    """The whole checkpoint under Hugging Face's names: target, and `mtp.` head, which has experts if any layer has."""
+    c = config
+    h, vocab, layers = c["hidden_size"], c["vocab_size"], range(c["num_hidden_layers"])
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens": (vocab, h),
         "model.norm": (h,),
@@ -78,20 +94,12 @@ def tensors() -> dict[str, np.ndarray[Any, Any]]:
         "mtp.fc": (h, 2 * h),
         "mtp.norm": (h,),
     }
-    for prefix in (*(f"model.layers.{i}." for i in range(c["num_hidden_layers"])), "mtp.layers.0."):
-        shapes |= {
-            f"{prefix}input_layernorm": (h,),
-            f"{prefix}post_attention_layernorm": (h,),
-            f"{prefix}self_attn.q_proj": (2 * q, h),
-            f"{prefix}self_attn.k_proj": (kv, h),
-            f"{prefix}self_attn.v_proj": (kv, h),
-            f"{prefix}self_attn.o_proj": (h, q),
-            f"{prefix}self_attn.q_norm": (hd,),
-            f"{prefix}self_attn.k_norm": (hd,),
-            f"{prefix}mlp.gate_proj": (inter, h),
-            f"{prefix}mlp.up_proj": (inter, h),
-            f"{prefix}mlp.down_proj": (h, inter),
-        }
+    sparse = [bool(c["num_experts"]) and i not in c["mlp_only_layers"] for i in layers]
+    for prefix, experts in (
+        *((f"model.layers.{i}.", sparse[i]) for i in layers),
+        ("mtp.layers.0.", any(sparse)),
+    ):
+        shapes |= _attention_shapes(prefix, c) | (_expert_shapes if experts else _ffn_shapes)(f"{prefix}mlp.", c)
     found = {}
     for name, shape in shapes.items():
         if len(shape) == 1:
@@ -100,14 +108,45 @@ def tensors() -> dict[str, np.ndarray[Any, Any]]:
             width, centre = 1.0, 0.0
         else:
             width, centre = shape[-1] ** -0.5, 0.0  # keeps the size of its input
+            if name.endswith("mlp.gate"):
+                width *= _ROUTER_WIDTH
         found[f"{name}.weight"] = draw(name, *shape, width=width, centre=centre)
     return found
 
 
-def write(folder: Path) -> None:
+def _attention_shapes(prefix: str, c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    h, hd = c["hidden_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * hd, c["num_key_value_heads"] * hd
+    return {
+        f"{prefix}input_layernorm": (h,),
+        f"{prefix}post_attention_layernorm": (h,),
+        f"{prefix}self_attn.q_proj": (2 * q, h),
+        f"{prefix}self_attn.k_proj": (kv, h),
+        f"{prefix}self_attn.v_proj": (kv, h),
+        f"{prefix}self_attn.o_proj": (h, q),
+        f"{prefix}self_attn.q_norm": (hd,),
+        f"{prefix}self_attn.k_norm": (hd,),
+    }
+
+
+def _ffn_shapes(prefix: str, c: Mapping[str, Any], width: str = "intermediate_size") -> dict[str, tuple[int, ...]]:
+    h, inter = c["hidden_size"], c[width]
+    return {f"{prefix}gate_proj": (inter, h), f"{prefix}up_proj": (inter, h), f"{prefix}down_proj": (h, inter)}
+
+
+def _expert_shapes(prefix: str, c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    h, experts = c["hidden_size"], c["num_experts"]
+    shapes = {f"{prefix}gate": (experts, h), f"{prefix}shared_expert_gate": (1, h)}
+    shapes |= _ffn_shapes(f"{prefix}shared_expert.", c, "shared_expert_intermediate_size")
+    for expert in range(experts):
+        shapes |= _ffn_shapes(f"{prefix}experts.{expert}.", c, "moe_intermediate_size")
+    return shapes
+
+
+def write(folder: Path, config: Mapping[str, Any] = CONFIG) -> None:
     """config.json and model.safetensors in `folder`, which must exist."""
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors(config), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def digest(folder: Path) -> str:

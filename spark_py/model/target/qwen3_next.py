@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Qwen3NextTarget: checkpoints of the Qwen3-Next family whose layers all have gated full attention and a dense FFN.
+"""Qwen3NextTarget: checkpoints of the Qwen3-Next family whose layers all have gated full attention, and a dense FFN
+or a mixture of experts.
 
 Every projection of a row is the sum that `gemv::dense_gemv_bf16` makes: rows go through the batched GEMV, which gives
-each row the same bits, and never through a GEMM. Each row attends as a sequence of its own over the paged cache, so
-that prefill, decode and verify are one computation.
+each row the same bits, and never through a GEMM. Experts are one or several rows' GEMVs too (`MoeLayer`). Each row
+attends as a sequence of its own over the paged cache, so that prefill, decode and verify are one computation.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -29,13 +31,15 @@ from ...ops.residual_add import residual_add, sigmoid_gate_mul
 from ...ops.rope import rope
 from ...ops.ssm_preprocess import deinterleave_qg
 from ...runtime.buffers import BufferArena
-from ...runtime.errors import UnsupportedError
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...runtime.kv_cache import KvCacheConfig, PagedKvCache
 from ...runtime.launch import div_ceil
 from ...runtime.scratch import ScratchRegion
 from ...runtime.sizes import count
 from ..config import ModelConfig
+from ..layer import ForwardContext
+from ..layers.moe import MoeLayer
+from ..levers import ModelLevers
 from ..weight_map import DenseExpertWeight, MoeWeights
 from .base import Target, TargetRows, TargetState
 from .weights import LayerWeights, TargetWeights
@@ -83,13 +87,23 @@ class Qwen3NextTarget(Target):
         self._argmax_k = gpu.kernel("argmax", "argmax_bf16")
         self._argmax_batch_k = gpu.try_kernel("argmax", "argmax_bf16_batch")
 
-        per_seq = div_ceil(self.max_seq_len, BLOCK_SIZE)
-        shape = KvCacheConfig(BLOCK_SIZE, config.num_key_value_heads, config.head_dim, config.num_hidden_layers)
-        blocks = count("max_seqs", max_seqs) * per_seq if num_blocks is None else num_blocks
-        self.kv_cache = PagedKvCache(shape, blocks, gpu, "target.kv")
         # The rows of a chunk are split into queries and gates as one row, which waits in shared memory.
         row = 2 * _BF16 * config.num_attention_heads * config.head_dim
         self.chunk_rows = max(1, min(MAX_ROWS, buffers.max_batch_tokens(), gpu.limits.max_shared_optin // row))
+        self._ctx = ForwardContext(buffers, gpu, config, ModelLevers())
+        per_seq = div_ceil(self.max_seq_len, BLOCK_SIZE)
+        shape = KvCacheConfig(BLOCK_SIZE, config.num_key_value_heads, config.head_dim, config.num_hidden_layers)
+        blocks = count("max_seqs", max_seqs) * per_seq if num_blocks is None else num_blocks
+        with ExitStack() as made:
+            self._experts: dict[int, MoeLayer] = {}
+            for index, layer in enumerate(weights.layers):
+                if isinstance(layer.ffn, MoeWeights):
+                    experts = MoeLayer(layer.ffn, config, gpu, f"target.layers.{index}.mlp")
+                    self._experts[index] = made.enter_context(experts)
+                    experts.check_buffers(buffers, self.chunk_rows)
+            self.kv_cache = PagedKvCache(shape, blocks, gpu, "target.kv")
+            made.callback(self.kv_cache.release)
+            self._made = made.pop_all()
 
     # ------------------------------------------------------------ states
 
@@ -111,8 +125,8 @@ class Qwen3NextTarget(Target):
         return min(self.max_seq_len, blocks * BLOCK_SIZE) - state.seq_len
 
     def release(self) -> None:
-        """Free the KV pool; a second call does nothing."""
-        self.kv_cache.release()
+        """Free the KV pool and the experts' tables; a second call does nothing."""
+        self._made.close()
 
     def __enter__(self) -> Qwen3NextTarget:
         return self
@@ -145,7 +159,7 @@ class Qwen3NextTarget(Target):
         """Embedding and all layers over `ids` at positions `start` on: hidden rows into the state, KV into the pool."""
         gpu, buf, cfg, m = self.gpu, self.buffers, self.config, len(ids)
         h, eps, layers = cfg.hidden_size, cfg.rms_norm_eps, self.weights.layers
-        hidden, normed, ffn = buf.hidden_states(), buf.norm_output(), buf.moe_output()
+        hidden, normed = buf.hidden_states(), buf.norm_output()
         region = ScratchRegion.verify_meta(m, len(state.block_table))
         gpu.copy_h2d_async(np.array(ids, np.uint32), buf.token_ids(), stream)
         batched_embed(gpu, self._embed_k, buf.token_ids(), self.weights.embed_tokens, hidden, m, h, stream)
@@ -158,9 +172,7 @@ class Qwen3NextTarget(Target):
                     gpu, self._add_norm_k, hidden, normed, layer.post_attention_layernorm, normed, buf.residual(),
                     m, h, eps, stream,
                 )  # fmt: skip
-                if isinstance(layer.ffn, MoeWeights):
-                    raise UnsupportedError(f"layer {index} has a mixture of experts: this target runs dense FFNs only")
-                self._dense_ffn(layer.ffn, m, stream)
+                ffn = self._ffn(index, layer, m, stream)
                 if index + 1 < len(layers):
                     following = layers[index + 1].input_layernorm
                     residual_add_rms_norm(
@@ -205,14 +217,22 @@ class Qwen3NextTarget(Target):
         sigmoid_gate_mul(gpu, self._gate_k, out, gate, out, m * nq * hd, stream)
         self._project(out, layer.o_proj, normed, m, h, nq * hd, stream)
 
-    def _dense_ffn(self, ffn: DenseExpertWeight, m: int, stream: StreamLike) -> None:
-        """norm_output [m, h] through a SwiGLU FFN, into moe_output."""
+    def _ffn(self, index: int, layer: LayerWeights, m: int, stream: StreamLike) -> DevicePtr:
+        """Where norm_output [m, h] is after the layer's FFN: in moe_output."""
+        experts = self._experts.get(index)
+        if experts is not None:
+            return experts.forward_rows(self.buffers.norm_output(), m, self._ctx, stream)
+        assert isinstance(layer.ffn, DenseExpertWeight)
+        return self._dense_ffn(layer.ffn, m, stream)
+
+    def _dense_ffn(self, ffn: DenseExpertWeight, m: int, stream: StreamLike) -> DevicePtr:
         buf, h, inter = self.buffers, self.config.hidden_size, self.config.intermediate_size
         gate, up = buf.expert_gate_out(), buf.expert_up_out()
         self._project(buf.norm_output(), ffn.gate_proj, gate, m, inter, h, stream)
         self._project(buf.norm_output(), ffn.up_proj, up, m, inter, h, stream)
         silu_mul(self.gpu, self._silu_k, gate, up, gate, m * inter, stream)
         self._project(gate, ffn.down_proj, buf.moe_output(), m, h, inter, stream)
+        return buf.moe_output()
 
     def _pick(self, rows: int, wanted: int, stream: StreamLike) -> list[int]:
         """Final norm, LM head and argmax of the last `wanted` of `rows` hidden rows; logits stay in the arena."""
