@@ -15,7 +15,8 @@ def _row_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
     return (c.grid[0], 1, 1), (256, 1, 1), 0
 
 
-def _limits(c: Call) -> None:
+def needs_experts(c: Call) -> None:
+    """1 to 512 experts, of which 1 to 32 are chosen."""
     if not 1 <= c.num_experts <= reference.MAX_EXPERTS:
         raise ValueError(f"num_experts is {c.num_experts}: 1 to {reference.MAX_EXPERTS} can be routed to")
     most = min(c.num_experts, reference.MAX_TOP_K)
@@ -51,7 +52,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         reference=reference.moe_topk_softmax,
         run=_moe_topk_softmax,
         shared_bytes=2368,
-        preconditions=_limits,
+        preconditions=needs_experts,
     ),
     KernelSpec(
         module="moe_topk",
@@ -71,6 +72,6 @@ KERNELS: tuple[KernelSpec, ...] = (
         run=_moe_topk_softmax_batched,
         shared_bytes=2368,
         optional=True,
-        preconditions=_limits,
+        preconditions=needs_experts,
     ),
 )

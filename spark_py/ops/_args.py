@@ -57,3 +57,10 @@ def epsilon(value: float) -> float:
     if not 0.0 <= value < float("inf"):
         raise InvalidArgumentError("eps", value, "a finite number of at least 0 is needed")
     return value
+
+
+def finite(name: str, value: float) -> float:
+    """`value` if it is a finite number; InvalidArgumentError otherwise."""
+    if not -float("inf") < value < float("inf"):
+        raise InvalidArgumentError(name, value, "a finite number is needed")
+    return value

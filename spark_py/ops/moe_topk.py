@@ -12,7 +12,8 @@ from ._args import count
 BLOCK = 256
 
 
-def _experts(num_experts: int, top_k: int) -> None:
+def routed(num_experts: int, top_k: int) -> None:
+    """InvalidArgumentError unless 1 to 512 experts, of which 1 to 32 are chosen."""
     if count("num_experts", num_experts) > MAX_EXPERTS:
         raise InvalidArgumentError("num_experts", num_experts, f"the kernel takes {MAX_EXPERTS} at most")
     if count("top_k", top_k) > MAX_TOP_K:
@@ -37,7 +38,7 @@ def moe_topk_softmax(
     Equal logits: the lowest index first. Weights are a softmax over all E experts; with `normalize` they are divided by
     their own sum. At most 512 experts, 32 of them chosen; InvalidArgumentError beyond.
     """
-    _experts(num_experts, top_k)
+    routed(num_experts, top_k)
     launch = KernelLaunch(gpu, kernel).grid((1, 1, 1)).block((BLOCK, 1, 1))
     launch.arg_ptr(gate_logits).arg_ptr(expert_indices).arg_ptr(expert_weights)
     launch.arg_u32(num_experts).arg_u32(top_k).arg_u32(int(normalize)).launch(stream)
@@ -56,7 +57,7 @@ def moe_topk_softmax_batched(
     stream: StreamLike,
 ) -> None:
     """`moe_topk_softmax` of each of num_tokens rows, dense: [T, E] gives [T, k] and [T, k], the same bits a row."""
-    _experts(num_experts, top_k)
+    routed(num_experts, top_k)
     launch = KernelLaunch(gpu, kernel).grid((count("num_tokens", num_tokens), 1, 1)).block((BLOCK, 1, 1))
     launch.arg_ptr(gate_logits).arg_ptr(expert_indices).arg_ptr(expert_weights)
     launch.arg_u32(num_experts).arg_u32(top_k).arg_u32(int(normalize)).launch(stream)

@@ -33,6 +33,8 @@ FAMILIES = (
     "moe_experts",
     "moe_blend",
     "moe_bf16",
+    "moe_v4",
+    "hyper_connection",
 )
 
 
