@@ -214,8 +214,7 @@ def _pre_cases(grid: Callable[[tuple[int, int, int]], Dim3], extend: Callable[[D
             extend(_pre(shape, iters, times, eps, blind)),
             _PRE,
             grid(shape),
-            "decision",
-            SUBJECT,
+            *(("decision", SUBJECT) if blind else ()),
         )
         for blind, runs in ((False, shapes), (True, settings))
         for shape, iters, times, eps in runs
@@ -236,7 +235,9 @@ def _post_cases(grid: Callable[[tuple[int, int, int]], Dim3]) -> tuple[Case, ...
         (f"{name(s)}, in place", _post(s, out=Alias("residual")), {"residual": _OUT}, s) for s in (SHAPES[2], SHAPES[4])
     )
     return tuple(
-        Case(text, draw, bounds, grid(shape), "decision", SUBJECT) for text, draw, bounds, shape in (*kinds, *aliased)
+        # With one stream there is no other way to contract.
+        Case(text, draw, bounds, grid(shape), *(("decision", SUBJECT) if shape[2] > 1 else ()))
+        for text, draw, bounds, shape in (*kinds, *aliased)
     )
 
 
