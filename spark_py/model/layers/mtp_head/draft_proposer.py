@@ -17,7 +17,7 @@ from .diagnostics import log_shadow_topk, log_stage_norms, stage_norms
 from .grammar import masks_per_draft
 from .new import KV_BLOCK_SIZE, log
 from .prefill import MtpHeadPrefill
-from .types import MtpProposerState
+from .types import MtpProposerState, MtpSnapshot
 
 __all__ = ["MtpHead"]
 
@@ -55,6 +55,14 @@ class MtpHead(MtpHeadPrefill, DraftProposer):
         with self._kv_lock:
             self.kv_cache.free_blocks(table)
             table.clear()
+
+    def reserve_rows(self, state: MtpProposerState, rows: int) -> None:
+        """Blocks for `rows` rows: all that are missing, or KvCacheExhausted and none."""
+        self._ensure_blocks(state, rows)
+
+    def restore_state(self, state: MtpProposerState, taken: MtpSnapshot) -> None:
+        """Take a state of this head back to `state.snapshot()` and give back the blocks that came after it."""
+        self._free_table(state.restore(taken))
 
     def _own(self, state: ProposerState) -> MtpProposerState:
         if not isinstance(state, MtpProposerState):
@@ -131,7 +139,7 @@ class MtpHead(MtpHeadPrefill, DraftProposer):
                 cur_token, cur_hidden = draft, self._chain_hidden(ctx)
         except BaseException:
             self.last_conf, self._deferred = conf, deferred
-            self._free_table(own.restore(before))
+            self.restore_state(own, before)
             raise
         return drafts
 
@@ -212,7 +220,7 @@ class MtpHead(MtpHeadPrefill, DraftProposer):
         try:
             return self.drafter_rows_impl(ids, hiddens, base, first, own, ctx, stream)
         except BaseException:
-            self._free_table(own.restore(before))
+            self.restore_state(own, before)
             raise
 
     def take_drafter_kv(self, state: ProposerState) -> tuple[list[int], int, int] | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -54,20 +55,12 @@ class MtpHeadForward(MtpHeadFfn):
         token before it; may be `hidden_states`, which holds this row's own on return: the next draft's hidden. With a
         draft_embed_target and no mask the result is PLACEHOLDER and the id stays in `draft_token_id_dev`.
         """
-        # 1. Embedding row.
-        buf, row_bytes = ctx.buffers, self.h * BF16_BYTES
-        source = self.embed_tokens.weight.offset(token * row_bytes)
-        self.gpu.copy_d2d_async(source, buf.ssm_qkvz(), row_bytes, stream)
-
-        # 2 to 12. The row's metadata is uploaded before all of it, so that no launch needs anything of the host.
-        self._ensure_blocks(state, state.seq_len + 1)
-        with buf.lease(ScratchRegion.mtp_meta(len(state.block_table))) as lease:
-            meta = self._upload_meta(lease.ptr, lease.region.nbytes, position, state, stream)
-            self._forward_row(buf.ssm_qkvz(), target_hidden, meta, ctx, stream)
+        # 1 to 12.
+        self._run_row(self._forward_row, token, target_hidden, position, state, ctx, stream)
 
         # 13. Pick.
         if self.levers.draft_conf_tau > 0.0:
-            self._measure_confidence(buf.logits(), stream)
+            self._measure_confidence(ctx.buffers.logits(), stream)
         picked = self._select(ctx, stream, draft_embed_target, grammar_bitmask)
 
         # 14. The row counts from here on.
@@ -75,11 +68,59 @@ class MtpHeadForward(MtpHeadFfn):
         state.last_pair_key = position - 1
         return picked
 
+    def write_row(
+        self,
+        token: int,
+        target_hidden: DevicePtr,
+        position: int,
+        state: MtpProposerState,
+        ctx: ForwardContext,
+        stream: StreamLike,
+    ) -> None:
+        """`forward_one` without a guess, steps 1 to 10 and 14: the row and `hidden_states`, with the same bits. For
+        rows whose output another module reads."""
+        self._run_row(self._forward_body, token, target_hidden, position, state, ctx, stream)
+        state.seq_len += 1
+        state.last_pair_key = position - 1
+
+    def _run_row(
+        self,
+        steps: Callable[[DevicePtr, DevicePtr, AttnMetadataDev, ForwardContext, StreamLike], None],
+        token: int,
+        target_hidden: DevicePtr,
+        position: int,
+        state: MtpProposerState,
+        ctx: ForwardContext,
+        stream: StreamLike,
+    ) -> None:
+        """Step 1 and then `steps`, for the next row of the state, which does not count yet."""
+        # 1. Embedding row.
+        buf, row_bytes = ctx.buffers, self.h * BF16_BYTES
+        source = self.embed_tokens.weight.offset(token * row_bytes)
+        self.gpu.copy_d2d_async(source, buf.ssm_qkvz(), row_bytes, stream)
+
+        # The row's metadata is uploaded before all that follows, so that no launch needs anything of the host.
+        self._ensure_blocks(state, state.seq_len + 1)
+        with buf.lease(ScratchRegion.mtp_meta(len(state.block_table))) as lease:
+            meta = self._upload_meta(lease.ptr, lease.region.nbytes, position, state, stream)
+            steps(buf.ssm_qkvz(), target_hidden, meta, ctx, stream)
+
     def _forward_row(
         self, embed: DevicePtr, target_hidden: DevicePtr, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
     ) -> None:
         """Steps 2 to 12, from the embedding row to `logits`: launches and copies on the device alone, unless
         `ffn_reads_back`. What differs from row to row lies behind `embed`, `target_hidden` and `meta`."""
+        self._forward_body(embed, target_hidden, meta, ctx, stream)
+
+        # 11. Final norm.  12. LM head.
+        buf = ctx.buffers
+        self._rms_norm(buf.hidden_states(), self.norm, buf.norm_output(), 1, self.h, stream)
+        self._lm_head(buf.norm_output(), buf.logits(), stream)
+
+    def _forward_body(
+        self, embed: DevicePtr, target_hidden: DevicePtr, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
+    ) -> None:
+        """Steps 2 to 10, from the embedding row to `hidden_states`."""
         gpu, buf = self.gpu, ctx.buffers
         h, hd, nq, nkv = self.h, self.hd, self.nq, self.nkv
         hidden, residual, norm_output = buf.hidden_states(), buf.residual(), buf.norm_output()
@@ -121,10 +162,6 @@ class MtpHeadForward(MtpHeadFfn):
         # 10. FFN and residual.
         moe_output = self.ffn(norm_output, ctx, stream)
         residual_add(gpu, self.residual_add_k, hidden, moe_output, h, stream)
-
-        # 11. Final norm.  12. LM head.
-        self._rms_norm(hidden, self.norm, norm_output, 1, h, stream)
-        self._lm_head(norm_output, buf.logits(), stream)
 
     # ------------------------------------------------------------ pieces
 

@@ -19,6 +19,7 @@ __all__ = [
     "MtpPrefillScratch",
     "MtpProposerState",
     "MtpQuantization",
+    "MtpSnapshot",
     "NormConvention",
     "ProjectionWeight",
 ]
@@ -27,6 +28,8 @@ ProjectionWeight: TypeAlias = DenseWeight | QuantizedWeight | Fp8DenseWeight | F
 """A projection as the head runs it: Rust's variants Bf16, Nvfp4, Fp8 and Fp8BlockScaled, in this order."""
 FfnProjections: TypeAlias = tuple[ProjectionWeight, ProjectionWeight, ProjectionWeight]
 """gate_proj, up_proj, down_proj of a dense FFN or of an expert."""
+MtpSnapshot: TypeAlias = tuple[int, int, int, int | None, int | None]
+"""What `MtpProposerState.restore` goes back to."""
 
 
 class MtpQuantization(Enum):
@@ -91,11 +94,11 @@ class MtpProposerState:
         self.seq_len = self.last_num_drafted = 0
         self.last_pair_key = self.base_pair_key = None
 
-    def snapshot(self) -> tuple[int, int, int, int | None, int | None]:
+    def snapshot(self) -> MtpSnapshot:
         """What `restore` needs, blocks counted and not copied: they are only ever appended."""
         return len(self.block_table), self.seq_len, self.last_num_drafted, self.last_pair_key, self.base_pair_key
 
-    def restore(self, taken: tuple[int, int, int, int | None, int | None]) -> list[int]:
+    def restore(self, taken: MtpSnapshot) -> list[int]:
         """Go back to a snapshot and give the blocks that came after it."""
         entries, self.seq_len, self.last_num_drafted, self.last_pair_key, self.base_pair_key = taken
         extra = self.block_table[entries:]
