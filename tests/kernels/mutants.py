@@ -35,6 +35,7 @@ FAMILIES = (
     "moe_bf16",
     "moe_v4",
     "hyper_connection",
+    "spark_v4_rope",
 )
 
 
