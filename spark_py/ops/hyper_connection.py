@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..reference.hyper_connection import BLOCK, MAX_STREAMS, SHARES, mix_rows
 from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
 from ._args import Weight, count, epsilon, weight_ptr
 
+MAX_STREAMS = 4
+BLOCK, WARP = 256, 32
+SHARES = BLOCK // WARP
 MIX_BLOCK = 64
 ELEMENTS = 4 * BLOCK
 SPREAD_TOKENS = 64
 """Up to so many tokens a token is spread over many blocks; more tokens than that fill a GPU with a block each, which
 reads the streams once instead of once a row."""
+
+
+def mix_rows(hc: int) -> int:
+    """Rows of hc_fn: hc for the weights of the layer's input, hc for post, hc * hc for comb."""
+    return (2 + hc) * hc
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..reference.moe_topk_sqrt import MAX_TOP_K
 from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch
 from ._args import Weight, count, finite, weight_ptr
-from .moe_topk import BLOCK
+from .moe_topk import BLOCK, MAX_TOP_K
 
 
 def check_hash_table(table: np.ndarray[Any, Any], num_experts: int) -> None:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from ..reference.moe_topk import MAX_EXPERTS, MAX_TOP_K
 from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch
 from ._args import count
 
 BLOCK = 256
+MAX_EXPERTS, MAX_TOP_K = 512, 32
 
 
 def routed(num_experts: int, top_k: int) -> None:

@@ -243,8 +243,8 @@ def test_a_kernel_that_shares_out_its_work_by_the_grid_has_no_such_block() -> No
 
 
 def test_replaced_methods_do_not_outlive_a_test(gpu: GpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA tests share one backend; with some versions of pytest an undone patch of an instance left the bound method on it,
-    which would hide a later patch of the class."""
+    """On CUDA tests share one backend; with some versions of pytest an undone patch of an instance left the bound
+    method on it, which would hide a later patch of the class."""
     vars(gpu)["free_memory"] = gpu.free_memory
     drop_replaced_methods(gpu)
     assert "free_memory" not in vars(gpu)

@@ -21,7 +21,7 @@ from ...ops.dense_gemv_bf16_batchm import MAX_ROWS as ROUTER_ROWS
 from ...ops.dense_gemv_bf16_batchm import dense_gemv_batchm
 from ...ops.gemv import dense_gemv
 from ...ops.moe_silu_mul import silu_mul
-from ...ops.moe_topk import moe_topk_softmax, moe_topk_softmax_batched
+from ...ops.moe_topk import MAX_EXPERTS, MAX_TOP_K, moe_topk_softmax, moe_topk_softmax_batched
 from ...ops.moe_weighted_sum_blend import moe_weighted_sum_blend
 from ...ops.spark_moe_rows import spark_moe_weighted_sum_blend_rows
 from ...runtime.buffers import BufferArena
@@ -37,9 +37,6 @@ from .moe_formats import expert_format
 __all__ = ["MoeLayer"]
 
 log = logging.getLogger("spark_py.model.moe")
-
-MAX_EXPERTS, MAX_TOP_K = 512, 32
-"""What the routing kernels hold."""
 _BF16 = 2
 _ROUTE = 4
 _PROJECTIONS = ("gate", "up", "down")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ....ops.moe_topk import MAX_EXPERTS, MAX_TOP_K
 from ....runtime.errors import InvalidArgumentError
 from ....runtime.gpu import GpuBackend
 from ....runtime.sizes import count
@@ -22,7 +23,7 @@ from ...weight_map import (
     MtpWeights,
     QuantizedWeight,
 )
-from ..moe import MAX_EXPERTS, MAX_TOP_K, MoeLayer
+from ..moe import MoeLayer
 from .quantize import Quantizer
 from .types import FfnProjections, MtpQuantization, ProjectionWeight
 
