@@ -36,6 +36,7 @@ FAMILIES = (
     "moe_v4",
     "hyper_connection",
     "spark_v4_rope",
+    "spark_v4_qkv",
 )
 
 
