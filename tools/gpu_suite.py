@@ -14,19 +14,17 @@ import argparse
 import hashlib
 import json
 import os
-import re
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.gpu_children import json_step, pytest_run
+from tools.gpu_sanitizer import sanitize
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = (
@@ -65,47 +63,18 @@ DEMO = {
     "backends compared": ["tools/compare_backends.py"],
     "on the GPU": ["-m", "spark_py.cli.main", "demo", "--backend", "cuda", "--json"],
     "on the CPU": ["-m", "spark_py.cli.main", "demo", "--backend", "host", "--json"],
+    "experts, on the GPU": [
+        "-m",
+        "spark_py.cli.main",
+        "demo",
+        "--family",
+        "qwen3_next_moe",
+        "--backend",
+        "cuda",
+        "--json",
+    ],
 }
 """The CPU beside the GPU, and what the demo checkpoint does on both: name -> a command of Python that prints JSON."""
-TOOLS = ("memcheck", "racecheck", "initcheck")
-_ERRORS = re.compile(r"^=+ ERROR SUMMARY: (\d+) errors?\b", re.MULTILINE)
-_HAZARDS = re.compile(
-    r"^=+ RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)", re.MULTILINE
-)
-_PROBE = """
-from spark_py.runtime import open_backend
-with open_backend("cuda") as gpu:
-    ptr = gpu.alloc(256)
-    gpu.memset(ptr, 0, 256)
-    gpu.free(ptr)
-"""
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a child process ended. `returncode` is None where the time limit ended it; `output` has both streams."""
-
-    returncode: int | None
-    seconds: float
-    output: str
-    stdout: str
-
-
-def run(command: list[str], log: Path, limit: float, env: dict[str, str]) -> Run:
-    """Run to the end or to `limit` seconds, then kill its process group. stderr, then stdout, are kept in `log`."""
-    start = time.monotonic()
-    with tempfile.TemporaryFile() as out, log.open("wb") as err:
-        child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
-        try:
-            code: int | None = child.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            code = None
-        out.seek(0)
-        stdout = out.read()
-        err.write(stdout)
-    return Run(code, time.monotonic() - start, log.read_text(errors="replace"), stdout.decode(errors="replace"))
 
 
 def git_object(path: Path) -> str:
@@ -145,114 +114,6 @@ def head(path: str = "") -> str:
         return ""
 
 
-def read_junit(text: str) -> dict[str, Any]:
-    """Counts, skips by reason, and the failed tests of a junit file."""
-    counts = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
-    skips: dict[str, int] = {}
-    failures: list[str] = []
-    for case in ElementTree.fromstring(text).iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
-        outcomes = {child.tag: child for child in case}
-        if "failure" in outcomes or "error" in outcomes:
-            kind = "failure" if "failure" in outcomes else "error"
-            counts["failed" if kind == "failure" else "errors"] += 1
-            failures.append(f"{name}: {(outcomes[kind].get('message') or '').partition(chr(10))[0][:300]}")
-        elif "skipped" in outcomes:
-            counts["skipped"] += 1
-            reason = outcomes["skipped"].get("message") or "no reason given"
-            skips[reason] = skips.get(reason, 0) + 1
-        else:
-            counts["passed"] += 1
-    return {**counts, "skips": skips, "failures": failures}
-
-
-def pytest_run(prefix: list[str], arguments: list[str], log: Path, limit: float, env: dict[str, str]) -> dict[str, Any]:
-    """One pytest run; `ok` is true when it ended by itself, something passed and nothing failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        junit, audit = Path(folder, "junit.xml"), Path(folder, "audit.json")
-        command = [*prefix, sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
-        done = run([*command, f"--junitxml={junit}", f"--audit={audit}"], log, limit, env)
-        result: dict[str, Any] = {"seconds": round(done.seconds, 1), "returncode": done.returncode}
-        if done.returncode is None:
-            result["message"] = f"stopped after {limit:g} s"
-        elif not junit.exists():
-            result["message"] = f"pytest wrote no report; see {log.name}"
-        else:
-            result.update(read_junit(junit.read_text()))
-            lists = [json.loads(path.read_text()) for path in Path(folder).glob("audit.json*")]
-            result["kernels"] = sorted({name for names in lists for name in names})
-    result["ok"] = done.returncode == 0 and result.get("passed", 0) > 0
-    result["output"] = done.output
-    return result
-
-
-def read_summary(tool: str, output: str) -> tuple[int | None, str]:
-    """(faults, line) from a sanitizer's output; faults is None where the summary line is missing.
-
-    Several summaries (one a process) are added up; racecheck counts each hazard once, warnings included.
-    """
-    if tool == "racecheck":
-        found = list(_HAZARDS.finditer(output))
-        faults = sum(max(int(m[1]), int(m[2]) + int(m[3])) for m in found)
-    else:
-        found = list(_ERRORS.finditer(output))
-        faults = sum(int(m[1]) for m in found)
-    return (faults, found[-1][0].lstrip("= ")) if found else (None, "")
-
-
-def find_sanitizer() -> str | None:
-    """compute-sanitizer's path, from PATH or the toolkit's usual folder."""
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-
-
-def sanitizer_message(output: str) -> str:
-    """The first line in which compute-sanitizer says why it gave up, or the last line at all."""
-    lines = [line.lstrip("= ") for line in output.splitlines() if line.startswith("====")]
-    telling = [line for line in lines if re.search(r"not supported|unable|failed|error:|denied", line, re.IGNORECASE)]
-    return (telling or lines or output.strip().splitlines() or ["it printed nothing"])[0 if telling else -1]
-
-
-def sanitize(args: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
-    """All three tools over the kernel tests, side by side, after a probe that the tool attaches at all."""
-    binary = find_sanitizer()
-    if binary is None:
-        return {"available": False, "message": "compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin"}
-    env = {**env, "SPARK_PY_LINEINFO": "1"}
-    probe_log = args.output / "sanitizer-probe.log"
-    command = [binary, "--tool", "memcheck", "--error-exitcode", "9"]
-    probe = run([*command, sys.executable, "-c", _PROBE], probe_log, 60, env)
-    if probe.returncode != 0 or read_summary("memcheck", probe.output)[0] != 0:
-        return {"available": False, "message": sanitizer_message(probe.output)}
-    probe_log.unlink()
-
-    def one(tool: str) -> dict[str, Any]:
-        prefix = [binary, "--tool", tool, "--error-exitcode", "9", "--print-limit", "50"]
-        tests = ["tests/kernels", "--backend", "cuda", "--seed", args.seed, "--sanitizer"]
-        result = pytest_run(prefix, tests, args.output / f"{tool}.log", args.sanitizer_limit, env)
-        faults, line = read_summary(tool, result.pop("output"))
-        result.update(faults=faults, summary=line, ok=result["ok"] and faults == 0)
-        if faults is None:
-            result.setdefault("message", "no summary line: the tool did not finish")
-        return result
-
-    with ThreadPoolExecutor(len(TOOLS)) as pool:
-        return {"available": True, "tools": dict(zip(TOOLS, pool.map(one, TOOLS), strict=True))}
-
-
-def json_step(script: list[str], log: Path, limit: float, env: dict[str, str]) -> dict[str, Any]:
-    """Run a script that prints one JSON object on stdout; {"ok", "values"} or {"ok", "message"}."""
-    done = run([sys.executable, *script], log, limit, env)
-    if done.returncode is None:
-        return {"ok": False, "message": f"stopped after {limit:g} s"}
-    try:
-        values = json.loads(done.stdout)
-    except json.JSONDecodeError as error:
-        return {"ok": False, "message": f"exit code {done.returncode}, stdout is no JSON object: {error}"}
-    if done.returncode != 0:
-        return {"ok": False, "values": values, "message": f"exit code {done.returncode}"}
-    return {"ok": True, "values": values}
-
-
 def render(results: dict[str, Any]) -> str:
     """RESULTS.md from results.json: nothing in it that is not in the JSON."""
     lines = ["# Results on a GPU", "", "Made from results.json by tools/gpu_suite.py.", ""]
@@ -269,9 +130,10 @@ def render(results: dict[str, Any]) -> str:
     if not sanitizer["available"]:
         lines.append(f"Not run: {sanitizer['message']}")
     else:
-        lines += ["| tool | summary | tests |", "|---|---|---|"]
+        lines += ["| tool | summary | tests | a kernel with such a fault |", "|---|---|---|---|"]
         for tool, result in sanitizer["tools"].items():
-            lines.append(f"| {tool} | {result['summary'] or 'no summary line'} | {_counts(result)} |")
+            cells = [tool, result["summary"] or "no summary line", _counts(result), result["control"]["summary"]]
+            lines.append(f"| {' | '.join(cells)} |")
         lines += ["", f"Kernels looked up under it: {len(sanitizer['kernels'])}."]
         if sanitizer["kernels_not_run"]:
             lines.append(f"Kernels tested, but not under it: {', '.join(sanitizer['kernels_not_run'])}.")
@@ -329,7 +191,8 @@ def problems_of(results: dict[str, Any], expected: dict[str, str] | None) -> lis
         problems.append(f"tests: {_counts(results['tests'])}")
     for tool, result in results["sanitizer"].get("tools", {}).items():
         if not result["ok"]:
-            problems.append(f"{tool}: {result['summary'] or 'no summary line'}; {_counts(result)}")
+            known = "" if result["control"]["ok"] else "; a fault that is there was not seen"
+            problems.append(f"{tool}: {result['summary'] or 'no summary line'}; {_counts(result)}{known}")
     for name, step in results["demo"].items():
         if not step["ok"]:
             problems.append(f"demo {name}: {step['message']}")

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 
+from tools import gpu_children as children
+from tools import gpu_sanitizer as sanitizer
 from tools import gpu_suite as suite
 
+SEEN = {"ok": True, "faults": 1, "summary": "ERROR SUMMARY: 1 error"}
 CLEAN = "========= COMPUTE-SANITIZER\n12 passed in 3.2s\n========= ERROR SUMMARY: 0 errors\n"
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck"])
 def test_error_summary(tool: str) -> None:
-    assert suite.read_summary(tool, CLEAN) == (0, "ERROR SUMMARY: 0 errors")
-    assert suite.read_summary(tool, "========= ERROR SUMMARY: 1 error\n")[0] == 1
+    assert sanitizer.read_summary(tool, CLEAN) == (0, "ERROR SUMMARY: 0 errors")
+    assert sanitizer.read_summary(tool, "========= ERROR SUMMARY: 1 error\n")[0] == 1
     two = CLEAN + "========= ERROR SUMMARY: 3 errors\n========= ERROR SUMMARY: 4 errors\n"
-    assert suite.read_summary(tool, two) == (7, "ERROR SUMMARY: 4 errors")
+    assert sanitizer.read_summary(tool, two) == (7, "ERROR SUMMARY: 4 errors")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,7 @@ def test_error_summary(tool: str) -> None:
     ],
 )
 def test_racecheck_summary(text: str, faults: int) -> None:
-    assert suite.read_summary("racecheck", f"========= RACECHECK SUMMARY: {text}\n")[0] == faults
+    assert sanitizer.read_summary("racecheck", f"========= RACECHECK SUMMARY: {text}\n")[0] == faults
 
 
 @pytest.mark.parametrize(
@@ -50,11 +53,11 @@ def test_racecheck_summary(text: str, faults: int) -> None:
     ],
 )
 def test_no_summary_is_no_zero(tool: str, output: str) -> None:
-    assert suite.read_summary(tool, output) == (None, "")
+    assert sanitizer.read_summary(tool, output) == (None, "")
 
 
 def test_junit_counts_and_reasons() -> None:
-    report = suite.read_junit(
+    report = children.read_junit(
         """<testsuites><testsuite>
         <testcase classname="tests.a" name="ok"/>
         <testcase classname="tests.a" name="bad"><failure message="assert 1 == 2&#10;more"/></testcase>
@@ -75,14 +78,14 @@ def test_junit_counts_and_reasons() -> None:
 
 def test_sanitizer_message_is_the_telling_line() -> None:
     output = "========= COMPUTE-SANITIZER\n========= Error: Device not supported\n========= ERROR SUMMARY: 1 error\n"
-    assert suite.sanitizer_message(output) == "Error: Device not supported"
-    assert suite.sanitizer_message("Segmentation fault\n") == "Segmentation fault"
-    assert suite.sanitizer_message("") == "it printed nothing"
+    assert sanitizer.sanitizer_message(output) == "Error: Device not supported"
+    assert sanitizer.sanitizer_message("Segmentation fault\n") == "Segmentation fault"
+    assert sanitizer.sanitizer_message("") == "it printed nothing"
 
 
 def test_time_limit_ends_children_too(tmp_path: Path) -> None:
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    done = suite.run([sys.executable, "-c", script], tmp_path / "log", 1.0, {})
+    done = children.run([sys.executable, "-c", script], tmp_path / "log", 1.0, {})
     assert done.returncode is None
 
 
@@ -110,7 +113,7 @@ def test_hashes_are_those_of_git(tmp_path: Path) -> None:
 
 def _results(**changed: Any) -> dict[str, Any]:
     counts = {"passed": 5, "failed": 0, "errors": 0, "skipped": 1, "skips": {"why": 1}, "failures": [], "seconds": 1.0}
-    tool = {**counts, "ok": True, "faults": 0, "summary": "ERROR SUMMARY: 0 errors"}
+    tool = {**counts, "ok": True, "faults": 0, "summary": "ERROR SUMMARY: 0 errors", "control": SEEN}
     results = {
         "environment": {"device": "a GPU"},
         "commit": "c0ffee",
@@ -147,7 +150,14 @@ def test_each_fault_is_a_problem() -> None:
         tests={"ok": False, "message": "stopped after 180 s"},
         sanitizer={
             "available": True,
-            "tools": {"initcheck": {"ok": False, "summary": "", "message": "no summary line: the tool did not finish"}},
+            "tools": {
+                "initcheck": {
+                    "ok": False,
+                    "summary": "",
+                    "message": "no summary line: the tool did not finish",
+                    "control": SEEN,
+                }
+            },
             "kernels": [],
             "kernels_not_run": [],
         },
@@ -185,29 +195,45 @@ def test_a_sanitizer_that_cannot_attach(
     body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     binary = _fake_sanitizer(tmp_path, body)
-    monkeypatch.setattr(suite, "find_sanitizer", lambda: binary)
-    result = suite.sanitize(suite.parse_arguments(["--output", str(tmp_path)]), {"PATH": "/usr/bin:/bin"})
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: binary)
+    result = sanitizer.sanitize(suite.parse_arguments(["--output", str(tmp_path)]), {"PATH": "/usr/bin:/bin"})
     assert result == {"available": False, "message": message}
 
 
-def test_a_tool_without_summary_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The probe passes; of the tools, only memcheck prints its summary, and each "pytest" reports one passed test.
-    binary = _fake_sanitizer(
-        tmp_path,
-        """
-        for word in "$@"; do case "$word" in
-          --junitxml=*) echo '<testsuite><testcase classname="a" name="b"/></testsuite>' > "${word#--junitxml=}";;
-        esac; done
-        if [ "$tool" = memcheck ]; then echo '========= ERROR SUMMARY: 0 errors'; fi""",
-    )
-    monkeypatch.setattr(suite, "find_sanitizer", lambda: binary)
-    result = suite.sanitize(suite.parse_arguments(["--output", str(tmp_path)]), {"PATH": "/usr/bin:/bin"})
-    assert {tool: row["ok"] for tool, row in result["tools"].items()} == {
-        "memcheck": True,
-        "racecheck": False,
-        "initcheck": False,
-    }
-    assert "no summary line" in result["tools"]["racecheck"]["message"]
+# In place of the tools: the probe passes, "pytest" reports one passed test, and the kernel that is wrong is seen.
+GOOD = """
+for word in "$@"; do case "$word" in
+  --junitxml=*) echo '<testsuite><testcase classname="a" name="b"/></testsuite>' > "${word#--junitxml=}";;
+esac; done
+last="${@: -1}"; faults=0; if [ "$last" = "$tool" ]; then faults=1; fi
+summary() {
+  if [ "$tool" = racecheck ]; then
+    echo "========= RACECHECK SUMMARY: $faults hazards displayed ($faults errors, 0 warnings)"
+  else echo "========= ERROR SUMMARY: $faults errors"; fi
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "red", "why"),
+    [
+        ("summary", [], ""),
+        ('if [ "$tool" = memcheck ]; then summary; fi', ["racecheck", "initcheck"], "no summary line"),
+        ('if [ "$tool" = initcheck ]; then faults=0; fi; summary', ["initcheck"], "a fault that is there was not seen"),
+    ],
+)
+def test_what_makes_a_tool_red(
+    ending: str, red: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing summary line, or a tool that does not see the fault of a kernel that is wrong on purpose."""
+    binary = _fake_sanitizer(tmp_path, GOOD + ending)
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: binary)
+    result = sanitizer.sanitize(suite.parse_arguments(["--output", str(tmp_path)]), {"PATH": "/usr/bin:/bin"})
+    assert result["available"]
+    assert [tool for tool, row in result["tools"].items() if not row["ok"]] == red
+    problems = suite.problems_of(_results(sanitizer=result), None)
+    assert [text.partition(":")[0] for text in problems] == red
+    assert all(why in text for text in problems)
 
 
 def test_committed_results_match_their_page() -> None:

@@ -167,12 +167,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "b[tile][0] = __byte_perm(a.x, a.y, 0x5410u);",
         "b[tile][0] = a.x;",
     ),
-    _cu(
+    Mutant(
         _GEMM,
         "sums read before every warp has stored its own",
-        _CU,
-        "        __syncthreads();\n        const size_t output = first_output + threadIdx.x;",
-        "        const size_t output = first_output + threadIdx.x;",
+        cu=Patch(
+            _CU,
+            "        __syncthreads();\n        const size_t output = first_output + threadIdx.x;",
+            "        const size_t output = first_output + threadIdx.x;",
+        ),
+        race=True,
     ),
     _cu(
         _GEMM + "@far",
