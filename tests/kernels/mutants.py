@@ -58,12 +58,15 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`check` names the registered check that must fail, "module::function" with an optional "@aspect"."""
+    """`check` names the registered check that must fail, "module::function" with an optional "@aspect". `race`: what is
+    wrong is an order that nothing enforces; a GPU may keep it all the same, the checked emulation does not rely on it.
+    """
 
     check: str
     name: str
     cu: Patch | None = None
     py: Patch | None = None
+    race: bool = False
 
     @property
     def kernel(self) -> tuple[str, str]:
