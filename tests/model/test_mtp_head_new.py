@@ -379,6 +379,7 @@ NVFP4_SET = ALWAYS | FP8_KV | PACKED | {
 ROUTED = {"moe_topk::moe_topk_softmax", "moe_expert_gemv::moe_weighted_sum_blend"} | SILU
 BATCHED = {"argmax::argmax_bf16_batch", "argmax::argmax_bf16_batch_lp"}
 BATCHM = {"dense_gemv_bf16_batchm::dense_gemv_bf16_batchm"}
+FP8_ROWS = {"gemv_fp8w::spark_dense_gemv_fp8w_batchm"}
 GEMMS = {"gemm::dense_gemm_bf16", "gemm::dense_gemm_bf16_pipelined"} | BATCHM
 WIDTHS = {f"w4a16_gemv::w4a16_gemv_batch{rows}" for rows in (4, 5, 6, 7, 8, 16, 32)}
 
@@ -389,9 +390,9 @@ WIDTHS = {f"w4a16_gemv::w4a16_gemv_batch{rows}" for rows in (4, 5, 6, 7, 8, 16, 
         (MtpQuantization.BF16, {}, BF16_SET | SILU, BATCHED | GEMMS),
         (MtpQuantization.BF16, MOE, BF16_SET | ROUTED, BATCHED | GEMMS),
         (MtpQuantization.BF16, twin(256), BF16_SET | SILU | PACKED, BATCHED | GEMMS | WIDTHS),
-        (MtpQuantization.FP8, {}, FP8_SET | SILU | GEMV, BATCHED | BATCHM),
-        (MtpQuantization.FP8, {"lm_head": NVFP4}, FP8_SET | SILU | PACKED, BATCHED | WIDTHS),
-        (MtpQuantization.FP8, MOE, FP8_SET | ROUTED | GEMV, BATCHED | BATCHM),
+        (MtpQuantization.FP8, {}, FP8_SET | SILU | GEMV, BATCHED | BATCHM | FP8_ROWS),
+        (MtpQuantization.FP8, {"lm_head": NVFP4}, FP8_SET | SILU | PACKED, BATCHED | WIDTHS | FP8_ROWS),
+        (MtpQuantization.FP8, MOE, FP8_SET | ROUTED | GEMV, BATCHED | BATCHM | FP8_ROWS),
     ],
 )
 def test_kernels_that_a_head_does_not_run_are_not_asked_for(

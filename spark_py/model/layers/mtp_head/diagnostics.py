@@ -33,27 +33,34 @@ def log_shadow_topk(logits: np.ndarray[Any, Any], position: int, k: int) -> None
     log.info("draft after position %d: %s", position, shown)
 
 
-def stage_norms(head: MtpHeadNew, ctx: ForwardContext, stream: StreamLike) -> dict[str, float]:
-    """L2 norms of the stages of the last row, FP64 over BF16, in the order in which they are computed.
+def stage_norms(
+    head: MtpHeadNew, ctx: ForwardContext, stream: StreamLike, row: int = 0, rows: int = 1
+) -> dict[str, float]:
+    """L2 norms of the stages of row `row` of the last pass over `rows`, FP64 over BF16, in the order in which they are
+    computed.
 
     Of a head with experts, the embedding and the attention's output are left out: the FFN wrote over them.
     """
     buf, h, q, kv = ctx.buffers, head.h, head.nq * head.hd, head.nkv * head.hd
-    qkv = buf.qkv_output()
+    qkv, keys, values = buf.qkv_output(), 2 * rows * q, rows * (2 * q + kv)
+
+    def part(of: DevicePtr, width: int, start: int = 0) -> tuple[DevicePtr, int]:
+        return of.offset(BF16_BYTES * (start + row * width)), width
+
     stages: dict[str, tuple[DevicePtr, int]] = {
-        "embedding": (buf.ssm_qkvz(), h),
-        "normed embedding": (buf.ssm_deinterleaved(), h),
-        "normed hidden": (buf.ssm_gates(), h),
-        "query": (qkv, q),
-        "gate": (qkv.offset(BF16_BYTES * q), q),
-        "key": (qkv.offset(BF16_BYTES * 2 * q), kv),
-        "value": (qkv.offset(BF16_BYTES * (2 * q + kv)), kv),
-        "attention": (buf.attn_output(), q),
-        "stream after attention": (buf.residual(), h),
-        "ffn": (buf.moe_output(), h),
-        "stream": (buf.hidden_states(), h),
-        "normed stream": (buf.norm_output(), h),
-        "logits": (buf.logits(), head.draft_vocab),
+        "embedding": part(buf.ssm_qkvz(), h),
+        "normed embedding": part(buf.ssm_deinterleaved(), h),
+        "normed hidden": part(buf.ssm_gates(), h),
+        "query": (qkv.offset(BF16_BYTES * row * 2 * q), q),
+        "gate": (qkv.offset(BF16_BYTES * (row * 2 + 1) * q), q),
+        "key": part(qkv, kv, keys),
+        "value": part(qkv, kv, values),
+        "attention": part(buf.attn_output(), q),
+        "stream after attention": part(buf.residual(), h),
+        "ffn": part(buf.moe_output(), h),
+        "stream": part(buf.hidden_states(), h),
+        "normed stream": part(buf.norm_output(), h),
+        "logits": part(buf.logits(), head.draft_vocab),
     }
     dense: object = head.dense_ffn_generic
     if not dense:

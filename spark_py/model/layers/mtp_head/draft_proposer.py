@@ -8,21 +8,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ....runtime.buffers import BufferArena
 from ....runtime.errors import CapacityError, InvalidArgumentError, ProposerStateError
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ....runtime.sizes import count, integer
+from ...config import ModelConfig
+from ...drafting.rows import propose_batch_cap
 from ...layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
 from ...row_policy import rows_to_keep
+from ...weight_map import QuantizedWeight
 from .diagnostics import log_shadow_topk, log_stage_norms, stage_norms
+from .forward_batch import MtpHeadForwardBatch
 from .grammar import masks_per_draft
-from .new import KV_BLOCK_SIZE, log
-from .prefill import MtpHeadPrefill
+from .new import BF16_BYTES, KV_BLOCK_SIZE, log
 from .types import MtpProposerState, MtpSnapshot
 
 __all__ = ["MtpHead"]
 
 
-class MtpHead(MtpHeadPrefill, DraftProposer):
+class MtpHead(MtpHeadForwardBatch, DraftProposer):
     """A Qwen3-Next, 3.5 or 3.6 MTP module that drafts. See MtpHeadNew for the constructor, DraftProposer for the rest.
 
     A state belongs to the head that made it. What raises leaves it as it was, blocks included.
@@ -143,16 +147,109 @@ class MtpHead(MtpHeadPrefill, DraftProposer):
             raise
         return drafts
 
+    def propose_batch(
+        self,
+        last_tokens: Sequence[int],
+        target_hiddens: Sequence[DevicePtr],
+        positions: Sequence[int],
+        num_drafts: int,
+        states: Sequence[ProposerState],
+        ctx: ForwardContext,
+        stream: StreamLike,
+        out_conf: list[list[float]] | None = None,
+    ) -> list[list[int]] | None:
+        """`propose` for each sequence, in one pass a position; sequences under a grammar are not for it. None for fewer
+        sequences than 2 or more than `propose_batch_max`, and for a state of another proposer's type.
+
+        A hidden row may lie anywhere but in `ssm_gates`. The errors are those of `propose`; CapacityError also for a
+        block table beyond a propose_meta_stride that was asked for, InvalidArgumentError for a state that is there
+        twice. After an error all states and `out_conf` are as they were.
+        """
+        n = len(states)
+        given = {"last_tokens": last_tokens, "target_hiddens": target_hiddens, "positions": positions}
+        for name, items in given.items():
+            if len(items) != n:
+                raise InvalidArgumentError(f"length of {name}", len(items), f"one for each of the {n} states")
+        drafts_wanted = count("num_drafts", num_drafts, 0)
+        if not self.can_propose_batch(n, ctx.buffers) or not all(isinstance(s, MtpProposerState) for s in states):
+            return None
+        owned = [self._own(state) for state in states]
+        if len(set(owned)) < n:
+            raise InvalidArgumentError("states", n, "a state of its own for each sequence: one is there twice")
+        drafts: list[list[int]] = [[] for _ in owned]
+        log_probs: list[list[float]] = [[] for _ in owned]
+        if drafts_wanted == 0:
+            if out_conf is not None:
+                out_conf[:] = log_probs
+            return drafts
+        tokens = [self._token(f"last_tokens[{i}]", token) for i, token in enumerate(last_tokens)]
+        starts = [self._position(position, drafts_wanted) for position in positions]
+        for i, hidden in enumerate(target_hiddens):
+            self._check_gathered(f"target_hiddens[{i}]", hidden, n, ctx)
+        for own in owned:
+            self._require_verdict(own, "propose_batch")
+
+        before = [own.snapshot() for own in owned]
+        conf, deferred = self.last_conf, self._deferred
+        hiddens: Sequence[DevicePtr] = target_hiddens
+        try:
+            # For all drafts of all sequences, before anything is queued.
+            for own in owned:
+                self._ensure_blocks(own, own.seq_len + drafts_wanted)
+                own.base_pair_key = own.last_pair_key
+            self.last_conf, self._deferred = 1.0, False
+            for j in range(drafts_wanted):
+                at = [start + j for start in starts]
+                tokens, known = self.forward_batch_position(
+                    tokens, hiddens, at, owned, ctx, stream, log_probs=out_conf is not None, tables=j == 0
+                )
+                for i, token in enumerate(tokens):
+                    drafts[i].append(token)
+                    log_probs[i].append(known[i] if known else 0.0)
+                if self.levers.shadow_topk or self.levers.debug_norms:
+                    for i, position in enumerate(at):
+                        self._log_draft(position, ctx, stream, i, n)
+                chain, row_bytes = self._chain_hidden(ctx), self.h * BF16_BYTES
+                hiddens = [chain.offset(i * row_bytes) for i in range(n)]
+        except BaseException:
+            self.last_conf, self._deferred = conf, deferred
+            for own, taken in zip(owned, before, strict=True):
+                self.restore_state(own, taken)
+            raise
+        if out_conf is not None:
+            out_conf[:] = log_probs
+        return drafts
+
+    def propose_batch_max(self, buffers: BufferArena, config: ModelConfig) -> int:
+        """Most sequences of one batched propose, at most 32: as many rows of this head as the arena's buffers hold,
+        whatever `config` is. An NVFP4 LM head limits it to what the set's batched GEMVs take. 1: none."""
+        sizes = buffers.sizes()
+        widths = self.w4a16_batchm if isinstance(self.lm_head, QuantizedWeight) else None
+        cap = propose_batch_cap(sizes, self.h, buffers.max_batch_tokens(), widths, self.levers.gemv_exact_m_tiers)
+        for name, nbytes in self.row_bytes().items():
+            cap = min(cap, getattr(sizes, name) // nbytes)
+        return max(1, cap)
+
+    def can_propose_batch(self, sequences: int, buffers: BufferArena) -> bool:
+        """Whether a batched propose takes so many sequences: 2 at least."""
+        return 2 <= sequences <= self.propose_batch_max(buffers, self.config)
+
+    def _check_gathered(self, name: str, hidden: DevicePtr, n: int, ctx: ForwardContext) -> None:
+        _address(name, hidden)
+        row_bytes, gates = self.h * BF16_BYTES, ctx.buffers.ssm_gates()
+        if hidden < gates.offset(n * row_bytes) and gates < hidden.offset(row_bytes):
+            raise InvalidArgumentError(name, hidden, "another buffer than ssm_gates, where all rows are gathered first")
+
     def _chain_hidden(self, ctx: ForwardContext) -> DevicePtr:
         """The hidden row from which the next draft goes on: the drafter's residual stream, or what it is after the
         final norm."""
         return ctx.buffers.norm_output() if self.levers.chain_postnorm else ctx.buffers.hidden_states()
 
-    def _log_draft(self, position: int, ctx: ForwardContext, stream: StreamLike) -> None:
+    def _log_draft(self, position: int, ctx: ForwardContext, stream: StreamLike, row: int = 0, rows: int = 1) -> None:
         if self.levers.shadow_topk:
-            log_shadow_topk(self._read_logits(ctx.buffers.logits(), stream), position, self.levers.shadow_topk)
+            log_shadow_topk(self._read_logits(self._logits_row(row, ctx), stream), position, self.levers.shadow_topk)
         if self.levers.debug_norms:
-            log_stage_norms(stage_norms(self, ctx, stream), position)
+            log_stage_norms(stage_norms(self, ctx, stream, row, rows), position)
 
     def read_deferred_draft_token(self, gpu: GpuBackend) -> int:
         """The id that the last propose left on the device; ProposerStateError where it left none."""

@@ -46,8 +46,11 @@ class MtpHeadFfn(MtpHeadProjection):
         self._swiglu(normed, ffn, self.inter, gate, up, output, stream)
         return output
 
-    def moe_forward_generic(self, normed: DevicePtr, ctx: ForwardContext, stream: StreamLike) -> DevicePtr:
-        """The mixture of experts, one expert after the other: the router's ids are read back in between.
+    def moe_forward_generic(
+        self, normed: DevicePtr, ctx: ForwardContext, stream: StreamLike, row: int = 0
+    ) -> DevicePtr:
+        """The mixture of experts, one expert after the other: the router's ids are read back in between. The result is
+        row `row` of `moe_output`.
 
         Overwrites `gate_logits`, `logits`, `ssm_qkvz`, `attn_output`, the experts' buffers and the routing in scratch.
         """
@@ -58,7 +61,8 @@ class MtpHeadFfn(MtpHeadProjection):
         assert router is not None
         assert gate_weight is not None
         gpu, buf, h, top_k = self.gpu, ctx.buffers, self.h, self.experts_per_token
-        logits, output, expert_out = buf.gate_logits(), buf.moe_output(), buf.expert_down_out()
+        logits, expert_out = buf.gate_logits(), buf.expert_down_out()
+        output = buf.moe_output().offset(row * h * BF16_BYTES)
 
         dense_gemv(gpu, self.dense_gemv_k, normed, router, logits, len(experts), h, stream)
         with buf.lease(ScratchRegion.moe_routing(1, top_k)) as lease:

@@ -178,16 +178,17 @@ class MtpHeadForward(MtpHeadFfn):
         output: DevicePtr,
         residual: DevicePtr,
         stream: StreamLike,
+        rows: int = 1,
     ) -> None:
         gpu, h = self.gpu, self.h
         if self.norm_convention is NormConvention.ONE_PLUS_W:
             kernel = self.residual_add_rms_norm_k
-            residual_add_rms_norm(gpu, kernel, hidden, src, weight, output, residual, 1, h, self.eps, stream)
+            residual_add_rms_norm(gpu, kernel, hidden, src, weight, output, residual, rows, h, self.eps, stream)
             return
         # The fused kernel knows 1 + w alone. Its mean square is of the sums before rounding, this one's after.
-        residual_add(gpu, self.residual_add_k, hidden, src, h, stream)
-        gpu.copy_d2d_async(hidden, residual, h * BF16_BYTES, stream)
-        self._rms_norm(hidden, weight, output, 1, h, stream)
+        residual_add(gpu, self.residual_add_k, hidden, src, rows * h, stream)
+        gpu.copy_d2d_async(hidden, residual, rows * h * BF16_BYTES, stream)
+        self._rms_norm(hidden, weight, output, rows, h, stream)
 
     def _upload_meta(
         self, base: DevicePtr, region_bytes: int, position: int, state: MtpProposerState, stream: StreamLike

@@ -16,6 +16,7 @@ __all__ = ["MtpHeadKernels"]
 
 _NONE = KernelHandle(0)
 _TWICE = 8
+QG_ROWS = (2, 3)
 
 
 class MtpHeadKernels:
@@ -23,7 +24,8 @@ class MtpHeadKernels:
     lacks; the others are required, and a KernelSetError names the one that is missing.
 
     `w4a16_batchm` has the batched NVFP4 GEMVs of the set, by the rows that they take at most; Rust's fields
-    `w4a16_batchm`, `w4a16_gemv_batch16_k` and `w4a16_gemv_batch32_k`.
+    `w4a16_batchm`, `w4a16_gemv_batch16_k` and `w4a16_gemv_batch32_k`. `w4a16_gemv_qg_batch`: those of queries and
+    gates, by the rows that they take exactly.
     """
 
     # fmt: off
@@ -39,10 +41,13 @@ class MtpHeadKernels:
     embed_from_argmax_k: KernelHandle
     dense_gemv_k: KernelHandle
     dense_gemv_fp8w_k: KernelHandle
+    dense_gemv_fp8w_batchm_k: KernelHandle
     w8a16_gemv_k: KernelHandle
+    w8a16_gemv_batchm_k: KernelHandle
     w4a16_gemv_k: KernelHandle
     w4a16_gemv_sw_k: KernelHandle
     w4a16_gemv_qg_k: KernelHandle
+    w4a16_gemv_qg_batch: Mapping[int, KernelHandle]
     w4a16_gemv_dual_k: KernelHandle
     deinterleave_qg_k: KernelHandle
     moe_silu_mul_k: KernelHandle
@@ -64,13 +69,12 @@ class MtpHeadKernels:
         norm: NormConvention,
         formats: Set[type],
         *,
-        lm_head: type,
         silu: bool,
         routes: bool,
         tiles: bool,
     ) -> None:
-        """Resolve all. `formats`: of projections, router and LM head; `lm_head`: of the last alone. `silu`: the head
-        runs an activation by itself, `routes`: and a mixture of experts; `tiles`: it has a transposed LM head."""
+        """Resolve all. `formats`: of projections, router and LM head. `silu`: the head runs an activation by itself,
+        `routes`: and a mixture of experts; `tiles`: it has a transposed LM head."""
         bf16, nvfp4 = DenseWeight in formats, QuantizedWeight in formats
 
         def needed(use: bool, module: str, function: str) -> KernelHandle:
@@ -115,19 +119,23 @@ class MtpHeadKernels:
         self.moe_topk_k = needed(routes, "moe_topk", "moe_topk_softmax")
         self.moe_weighted_sum_blend_k = needed(routes, "moe_expert_gemv", "moe_weighted_sum_blend")
 
-        # For several rows at a time; without them rows go one at a time, or (the GEMM) not at all.
+        # For several rows at a time; without them rows go one at a time, or (the GEMM) not at all. The GEMMs are for
+        # BF16 heads alone: in others each row of a batch has the bits that it has alone, also behind a BF16 LM head.
         rows = quant is MtpQuantization.BF16
         self.dense_gemm_k = optional(rows, "gemm", "dense_gemm_bf16")
         self.dense_gemm_pipelined_k = optional(rows, "gemm", "dense_gemm_bf16_pipelined")
         self.dense_gemv_batchm_k = optional(bf16, "dense_gemv_bf16_batchm", "dense_gemv_bf16_batchm")
-        self.w4a16_batchm = _w4a16_widths(gpu) if lm_head is QuantizedWeight else {}
+        self.dense_gemv_fp8w_batchm_k = optional(Fp8DenseWeight in formats, "gemv_fp8w", "spark_dense_gemv_fp8w_batchm")
+        self.w8a16_gemv_batchm_k = optional(Fp8Weight in formats, "w8a16_gemv", "spark_w8a16_gemv_batchm")
+        self.w4a16_batchm = _w4a16_widths(gpu) if nvfp4 else {}
+        self.w4a16_gemv_qg_batch = _qg_widths(gpu) if packed else {}
         self.w4a16_gemm_t_k = tgemm_kernel(gpu) if tiles else _NONE
         self.argmax_batch_k = gpu.try_kernel("argmax", "argmax_bf16_batch")
         self.argmax_batch_lp_k = gpu.try_kernel("argmax", "argmax_bf16_batch_lp")
 
 
 def _w4a16_widths(gpu: GpuBackend) -> dict[int, KernelHandle]:
-    """The batched GEMVs for the LM head. There are two of width 8, of which `_rt2` is preferred."""
+    """The batched GEMVs. There are two of width 8, of which `_rt2` is preferred."""
     found = {}
     for width in LM_HEAD_WIDTHS:
         name = f"w4a16_gemv_batch{width}"
@@ -135,3 +143,8 @@ def _w4a16_widths(gpu: GpuBackend) -> dict[int, KernelHandle]:
         if handle := preferred or gpu.try_kernel("w4a16_gemv", name):
             found[width] = handle
     return found
+
+
+def _qg_widths(gpu: GpuBackend) -> dict[int, KernelHandle]:
+    handles = {rows: gpu.try_kernel("w4a16_gemv", f"w4a16_gemv_qg_batch{rows}") for rows in QG_ROWS}
+    return {rows: handle for rows, handle in handles.items() if handle}

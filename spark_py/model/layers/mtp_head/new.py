@@ -162,7 +162,7 @@ class MtpHeadNew(MtpHeadKernels):
         if routes and self.moe_gate is not None:
             used.append(self.moe_gate)
         self._resolve_kernels(
-            gpu, quant, self.norm_convention, {type(weight) for weight in used}, lm_head=type(self.lm_head),
+            gpu, quant, self.norm_convention, {type(weight) for weight in used},
             silu=routes or ffn.dense_ffn_generic is not None, routes=routes, tiles=self.lm_head_nvfp4_t is not None,
         )  # fmt: skip
 
@@ -208,6 +208,13 @@ class MtpHeadNew(MtpHeadKernels):
         """CapacityError where a buffer of the arena is too small for one row of this head. An arena is checked once."""
         if self._checked is not None and self._checked() is buffers:
             return
+        for name, nbytes in self.row_bytes().items():
+            if nbytes > (have := getattr(buffers.sizes(), name)):
+                raise CapacityError(f"bytes that the MTP head writes to {name}", nbytes, have, "the arena's buffer")
+        self._checked = weakref.ref(buffers)
+
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes that one row of this head writes to each buffer of the arena."""
         h, q, kv, inter = self.h, self.nq * self.hd, self.nkv * self.hd, self.inter
         need = {
             "ssm_qkvz": h,
@@ -236,11 +243,7 @@ class MtpHeadNew(MtpHeadKernels):
                 "attn_output": max(q, h),
                 "logits": max(self.draft_vocab, self.shared_inter),
             }
-        for name, elements in need.items():
-            have = getattr(buffers.sizes(), name)
-            if (nbytes := elements * BF16_BYTES) > have:
-                raise CapacityError(f"bytes that the MTP head writes to {name}", nbytes, have, "the arena's buffer")
-        self._checked = weakref.ref(buffers)
+        return {name: elements * BF16_BYTES for name, elements in need.items()}
 
     # ------------------------------------------------------------ life
 

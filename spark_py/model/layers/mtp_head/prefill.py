@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ....ops.dense_gemv_bf16_batchm import dense_gemv_batchm
 from ....ops.gemm import dense_gemm
 from ....ops.reshape_and_cache import reshape_and_cache
 from ....ops.rope import rope
@@ -22,9 +21,6 @@ from .new import BF16_BYTES, KV_BLOCK_SIZE, PREFILL_CHUNK, log
 from .types import MtpPrefillScratch, MtpProposerState, ProjectionWeight
 
 __all__ = ["MtpHeadPrefill"]
-
-BATCHM_ROWS = 8
-"""Rows that every batched GEMV of this ABI takes; older ones leave rows beyond it as they were, without a word."""
 
 
 class MtpHeadPrefill(MtpHeadForward):
@@ -132,14 +128,7 @@ class MtpHeadPrefill(MtpHeadForward):
         stream: StreamLike,
     ) -> None:
         """output [m, n] = source [m, k] . proj transposed: with the bits of `gemv` for each row, or by the GEMM."""
-        if not self.levers.exact_drafter_rows:
+        if self.levers.exact_drafter_rows:
+            self.gemv_rows(source, proj, output, m, n, k, stream)
+        else:
             dense_gemm(self.gpu, self.dense_gemm_k, source, proj, output, m, n, k, stream)
-            return
-        step = BATCHM_ROWS if self.dense_gemv_batchm_k else 1
-        for start in range(0, m, step):
-            a, c = source.offset(start * k * BF16_BYTES), output.offset(start * n * BF16_BYTES)
-            if self.dense_gemv_batchm_k:
-                rows = min(step, m - start)
-                dense_gemv_batchm(self.gpu, self.dense_gemv_batchm_k, a, proj, c, rows, n, k, n, stream)
-            else:
-                self.gemv(a, proj, c, n, k, stream)

@@ -4,22 +4,28 @@ projection's format. Nothing else in the head asks for a format."""
 
 from __future__ import annotations
 
+from ....ops.dense_gemv_bf16_batchm import dense_gemv_batchm
 from ....ops.gemv import dense_gemv
-from ....ops.gemv_fp8w import dense_gemv_fp8w
+from ....ops.gemv_fp8w import dense_gemv_fp8w, dense_gemv_fp8w_batchm
 from ....ops.ssm_preprocess import deinterleave_qg
-from ....ops.w4a16_gemv import w4a16_gemv, w4a16_gemv_qg, w4a16_gemv_sw
+from ....ops.w4a16_gemv import w4a16_gemv, w4a16_gemv_batchm, w4a16_gemv_qg, w4a16_gemv_sw
 from ....ops.w4a16_gemv_fused import w4a16_gemv_dual
-from ....ops.w8a16_gemv import w8a16_gemv
-from ....runtime.gpu import DevicePtr, StreamLike
+from ....ops.w8a16_gemv import w8a16_gemv, w8a16_gemv_batchm
+from ....runtime.gpu import DevicePtr, KernelHandle, StreamLike
+from ...drafting.rows import EXACT_M_WIDTHS, lm_head_batch_width
 from ...weight_map import DenseWeight, Fp8DenseWeight, Fp8Weight, QuantizedWeight
-from .new import MtpHeadNew
+from .new import BF16_BYTES, MtpHeadNew
 from .types import ProjectionWeight
 
 __all__ = ["MtpHeadProjection"]
 
+BATCHM_ROWS = 8
+"""Rows that every batched BF16 or FP8 GEMV of this ABI takes; older ones leave rows beyond it as they were, without a
+word."""
+
 
 class MtpHeadProjection(MtpHeadNew):
-    """Projections of one row."""
+    """Projections of one row, and of several with the same bits."""
 
     def gemv(
         self,
@@ -40,6 +46,56 @@ class MtpHeadProjection(MtpHeadNew):
                 dense_gemv_fp8w(self.gpu, self.dense_gemv_fp8w_k, input, proj, output, n, k, stream)
             case Fp8Weight():
                 w8a16_gemv(self.gpu, self.w8a16_gemv_k, input, proj, proj.row_scale, output, n, k, stream)
+
+    def gemv_rows(
+        self,
+        input: DevicePtr,  # noqa: A002 - the engine's name
+        proj: ProjectionWeight,
+        output: DevicePtr,
+        m: int,
+        n: int,
+        k: int,
+        stream: StreamLike,
+    ) -> None:
+        """output [m, n] = input [m, k] . proj [n, k] transposed, BF16, each row with the bits of `gemv`: as many rows
+        at a time as the set's batched kernels take."""
+        gpu, step = self.gpu, self._rows_at_once(proj)
+        for start in range(0, m, step):
+            rows = min(step, m - start)
+            a, c = input.offset(start * k * BF16_BYTES), output.offset(start * n * BF16_BYTES)
+            if rows == 1:
+                self.gemv(a, proj, c, n, k, stream)
+                continue
+            match proj:
+                case DenseWeight():
+                    dense_gemv_batchm(gpu, self.dense_gemv_batchm_k, a, proj, c, rows, n, k, n, stream)
+                case QuantizedWeight():
+                    w4a16_gemv_batchm(gpu, self._w4a16_tier(rows), a, proj, c, rows, n, k, stream)
+                case Fp8DenseWeight():
+                    dense_gemv_fp8w_batchm(gpu, self.dense_gemv_fp8w_batchm_k, a, proj, c, rows, n, k, n, stream)
+                case Fp8Weight():
+                    scales = proj.row_scale
+                    w8a16_gemv_batchm(gpu, self.w8a16_gemv_batchm_k, a, proj, scales, c, rows, n, k, n, stream)
+
+    def _rows_at_once(self, proj: ProjectionWeight) -> int:
+        """Rows of one launch; 1 where the set has no batched kernel for the format."""
+        match proj:
+            case DenseWeight():
+                kernel = self.dense_gemv_batchm_k
+            case QuantizedWeight():
+                hidden = frozenset() if self.levers.gemv_exact_m_tiers else EXACT_M_WIDTHS
+                return max(self.w4a16_batchm.keys() - hidden, default=1)
+            case Fp8DenseWeight():
+                kernel = self.dense_gemv_fp8w_batchm_k
+            case Fp8Weight():
+                kernel = self.w8a16_gemv_batchm_k
+        return BATCHM_ROWS if kernel else 1
+
+    def _w4a16_tier(self, rows: int) -> KernelHandle:
+        """The narrowest batched NVFP4 GEMV for `rows`, of which there is one."""
+        width = lm_head_batch_width(rows, self.w4a16_batchm, self.levers.gemv_exact_m_tiers)
+        assert width is not None
+        return self.w4a16_batchm[width]
 
     def w4a16_decode_gemv(
         self,
