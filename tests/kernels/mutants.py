@@ -37,6 +37,7 @@ FAMILIES = (
     "hyper_connection",
     "spark_v4_rope",
     "spark_v4_qkv",
+    "spark_v4_paged_decode",
 )
 
 
