@@ -39,6 +39,7 @@ from . import (
     spark_moe_rows,
     spark_moe_shared_expert_fused_fp8,
     spark_moe_silu_mul_clamped,
+    spark_mxfp4_gemv,
     spark_nvfp4_transpose,
     spark_v4_paged_decode,
     spark_v4_qkv,
@@ -92,6 +93,7 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     w4a16_gemv_fused.KERNELS,
     gemv_fp8w.KERNELS,
     w8a16_gemv.KERNELS,
+    spark_mxfp4_gemv.KERNELS,
 )
 
 CATALOG: dict[tuple[str, str], KernelSpec] = {spec.key: spec for family in _FAMILIES for spec in family}

@@ -35,6 +35,7 @@ FAMILIES = (
     "moe_bf16",
     "moe_v4",
     "hyper_connection",
+    "mxfp4",
     "spark_v4_rope",
     "spark_v4_qkv",
     "spark_v4_paged_decode",

@@ -39,6 +39,7 @@ from . import (
     spark_moe_rows,
     spark_moe_shared_expert_fused_fp8,
     spark_moe_silu_mul_clamped,
+    spark_mxfp4_gemv,
     spark_nvfp4_transpose,
     spark_v4_paged_decode,
     spark_v4_qkv,
@@ -91,6 +92,7 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "w4a16_gemv_fused": w4a16_gemv_fused.CASES,
     "gemv_fp8w": gemv_fp8w.CASES,
     "w8a16_gemv": w8a16_gemv.CASES,
+    "spark_mxfp4_gemv": spark_mxfp4_gemv.CASES,
 }
 
 
