@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from spark_py.model.batched_speculative import BatchedSpeculativeDecoder
 from spark_py.model.checkpoint import Checkpoint, open_checkpoint
 from spark_py.model.config import ModelConfig
 from spark_py.model.layer import DraftProposer
-from spark_py.model.levers import ModelLevers
 from spark_py.model.speculative import Generation, SpeculativeDecoder, SpeculativeStats
+from spark_py.model.weight_loader import forced_quantization
 from spark_py.runtime import open_backend
 from spark_py.runtime.errors import ConfigError, InvalidArgumentError
 
-from .decoding_request import Request, decoding_options
+from .decoding_request import HeadRuns, Request, decoding_options
 
 __all__ = ["Request", "Run", "decode", "decoding_options", "default_prompts", "report"]
 
@@ -33,7 +33,8 @@ _MIN_WIDTH, _ROOMY = 120, 100
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the loop, under the names of the JSON output. `seconds` is the whole run, prefill included;
+    """One run of the loop, under the names of the JSON output. `quantization` is the draft head's, `drafter_prefill`
+    whether it saw the prompt, which FP8 and NVFP4 heads never do. `seconds` is the whole run, prefill included;
     `per_position[j]` counts the verify steps that accepted draft j. Of several sequences at once, counts and new tokens
     are those of all, text and ids those of the first; `sequences` has each one's prompt, text, token_ids and finish."""
 
@@ -123,51 +124,56 @@ def decode(folder: Path, request: Request) -> list[Run]:
 
     with (
         open_backend(request.backend) as gpu,
-        open_checkpoint(folder, gpu, max_seq_len, request.family, most, request.quantization) as checkpoint,
+        open_checkpoint(folder, gpu, max_seq_len, request.family, most) as checkpoint,
     ):
-        heads = [
-            (levers, drafts, checkpoint.proposer(levers) if max(drafts) else None) for levers, drafts in request.plan()
+        if request.quantizations:
+            forced = dict.fromkeys(forced_quantization(config, quant) for quant in request.quantizations)
+            request = replace(request, quantizations=tuple(forced))
+        heads = request.plan(checkpoint.proposer.quantizations() if max(request.wanted) else ())
+        proposers = [
+            checkpoint.proposer(head.levers, head.quantization) if max(head.drafts) else None for head in heads
         ]
-        levers = heads[0][0]
         alone: dict[tuple[int, ...], Generation] = {}
         for tokens in ids:
             if tuple(tokens) not in alone:
-                alone[tuple(tokens)] = _generate(checkpoint, None, 0, levers, [tokens], request)[0]
+                alone[tuple(tokens)] = _generate(checkpoint, None, 0, heads[0], [tokens], request)[0]
         plain = [alone[tuple(tokens)] for tokens in ids]
-        return list(_runs(request, checkpoint, heads, prompts, ids, tokenizer, plain))
+        return list(
+            _runs(request, checkpoint, list(zip(heads, proposers, strict=True)), prompts, ids, tokenizer, plain)
+        )
 
 
 def _runs(
     request: Request,
     checkpoint: Checkpoint,
-    heads: Sequence[tuple[ModelLevers, tuple[int, ...], DraftProposer | None]],
+    heads: Sequence[tuple[HeadRuns, DraftProposer | None]],
     prompts: list[str],
     ids: list[list[int]],
     tokenizer: Any,
     plain: list[Generation],
 ) -> Iterator[Run]:
     for n in request.concurrency:
-        for levers, drafts, proposer in heads:
-            for num_drafts in drafts:
+        for head, proposer in heads:
+            for num_drafts in head.drafts:
                 if n == 1 and num_drafts == 0:
                     results = plain[:1]
                 else:
-                    results = _generate(checkpoint, proposer, num_drafts, levers, ids[:n], request)
-                yield _run(request, checkpoint, levers, prompts[:n], tokenizer, num_drafts, results, plain[:n])
+                    results = _generate(checkpoint, proposer, num_drafts, head, ids[:n], request)
+                yield _run(request, checkpoint, head, prompts[:n], tokenizer, num_drafts, results, plain[:n])
 
 
 def _generate(
     checkpoint: Checkpoint,
     proposer: DraftProposer | None,
     num_drafts: int,
-    levers: ModelLevers,
+    head: HeadRuns,
     ids: list[list[int]],
     request: Request,
 ) -> list[Generation]:
-    gpu, eos = checkpoint.target.gpu, checkpoint.config.eos_token_ids
+    gpu, eos, levers = checkpoint.target.gpu, checkpoint.config.eos_token_ids, head.levers
     what = f"{num_drafts} draft{'' if num_drafts == 1 else 's'}"
     if num_drafts:
-        what += f" ({_rows(levers.row_policy.value, levers.refeed)})"
+        what += f" ({_rows(levers.row_policy.value, levers.refeed)}, {head.quantization.value})"
     if len(ids) > 1:
         what += f", {len(ids)} sequences"
     click.echo(f"{what} on {gpu.name}, {gpu.device_name()} ...", err=True)
@@ -186,14 +192,14 @@ def _rows(row_policy: str, refeed: bool) -> str:
 def _run(
     request: Request,
     checkpoint: Checkpoint,
-    levers: ModelLevers,
+    head: HeadRuns,
     prompts: Sequence[str],
     tokenizer: Any,
     num_drafts: int,
     results: Sequence[Generation],
     plain: Sequence[Generation],
 ) -> Run:
-    stats = SpeculativeStats()
+    stats, levers = SpeculativeStats(), head.levers
     for result in results:
         stats.merge(result.stats)
     sequences = [
@@ -205,7 +211,7 @@ def _run(
         backend=checkpoint.target.gpu.name,
         device=checkpoint.target.gpu.device_name(),
         family=request.family,
-        quantization=checkpoint.quantization,
+        quantization=head.quantization.value,
         num_drafts=num_drafts,
         concurrency=len(results),
         row_policy=levers.row_policy.value,
@@ -258,18 +264,22 @@ def _show(runs: Sequence[Run], as_json: bool, single: bool) -> None:
 def _table(runs: Sequence[Run], width: int) -> Table:
     """A row a run. Fits a terminal of 80 columns with up to 3 drafts; the shares of more of them wrap."""
     first, several = runs[0], any(run.concurrency > 1 for run in runs)
-    title = f"{first.family} in {first.quantization} on {first.backend}, {first.device}, {first.new_tokens} new tokens"
+    heads = len({(run.quantization, run.drafter_prefill) for run in runs}) > 1
+    unfed = "the drafter does not see the prompt"
     table = Table(
-        title=title + ("" if first.drafter_prefill else "; the drafter does not see the prompt"),
+        title=f"{first.family}{'' if heads else f' in {first.quantization}'} on {first.backend}, {first.device}, "
+        f"{first.new_tokens} new tokens" + ("" if heads or first.drafter_prefill else f"; {unfed}"),
         title_justify="left",
+        caption=f"* {unfed}: only a bf16 head can be shown it" if heads else None,
+        caption_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1) if width >= _ROOMY else 0,
     )
     headers = (
         *(("at\nonce",) if several else ()),
-        "drafts", "drafter rows", "accepted", "per position", "mean\naccepted\nlength", "verify\nsteps",
-        "tokens\nper\nsecond", "identical",
+        "drafts", *(("head",) if heads else ()), "drafter rows", "accepted", "per position", "mean\naccepted\nlength",
+        "verify\nsteps", "tokens\nper\nsecond", "identical",
     )  # fmt: skip
     for header in headers:
         table.add_column(header, justify="right", vertical="bottom", no_wrap=header != "per position")
@@ -278,9 +288,11 @@ def _table(runs: Sequence[Run], width: int) -> Table:
             f"{accepted / drafted:.0%}" if drafted else "-"
             for accepted, drafted in zip(run.per_position, run.drafted_per_position, strict=True)
         ]
+        head = run.quantization + ("" if run.drafter_prefill else "*")
         table.add_row(
             *((str(run.concurrency),) if several else ()),
             str(run.num_drafts),
+            *((head if run.num_drafts else "-",) if heads else ()),
             _rows(run.row_policy, run.refeed) if run.num_drafts else "-",
             "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.0%}",
             " ".join(shares) or "-",

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import click
@@ -17,7 +17,7 @@ from spark_py.model.row_policy import RowPolicy
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.sizes import count
 
-__all__ = ["Request", "decoding_options"]
+__all__ = ["HeadRuns", "Request", "decoding_options"]
 
 TABLE_DRAFTS = (0, 1, 2, 3)
 """The rows of the table, where --num-drafts does not ask for one run."""
@@ -29,12 +29,23 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRuns:
+    """A draft head, and the drafts a step of each run with it."""
+
+    quantization: MtpQuantization
+    levers: ModelLevers
+    drafts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the command line asked for.
 
-    `concurrency`: how many sequences run at once, in each run of the table. `quantization`: of the draft head.
-    `num_drafts` None: all of TABLE_DRAFTS. `row_policy` "all": each of POLICIES; None: the first of them, and with
-    `every_policy`, if neither drafts nor refeed are chosen, one run more of each other policy at the most drafts.
+    `concurrency`: how many sequences run at once, in each run of the table. `quantizations`: of the draft head, each a
+    set of runs; none: BF16. `num_drafts` None: all of TABLE_DRAFTS. `row_policy` "all": each of POLICIES; None: the
+    first of them. With `compare`, if neither drafts nor row policy nor refeed are chosen, one run more at the most
+    drafts for each other policy; if no quantisation is chosen either, for each other one that the checkpoint offers,
+    and, since only a BF16 head sees the prompt, for a BF16 head that does not.
     """
 
     family: str
@@ -45,8 +56,8 @@ class Request:
     row_policy: str | None
     refeed: bool
     drafter_prefill: bool
-    every_policy: bool = False
-    quantization: MtpQuantization = MtpQuantization.BF16
+    compare: bool = False
+    quantizations: tuple[MtpQuantization, ...] = ()
     concurrency: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
@@ -63,34 +74,46 @@ class Request:
     @property
     def single(self) -> bool:
         """Whether one run is asked for."""
-        return self.num_drafts is not None and self.row_policy != _ALL and len(self.concurrency) == 1
+        several = self.row_policy == _ALL or len(self.concurrency) > 1 or len(self.quantizations) > 1
+        return self.num_drafts is not None and not several
 
     @property
     def wanted(self) -> tuple[int, ...]:
         """Drafts a step of each run."""
         return TABLE_DRAFTS if self.num_drafts is None else (self.num_drafts,)
 
-    def plan(self) -> list[tuple[ModelLevers, tuple[int, ...]]]:
-        """The draft heads' switches, and the runs' drafts with each of them."""
+    def plan(self, offered: Sequence[MtpQuantization]) -> list[HeadRuns]:
+        """The draft heads, and the runs with each of them; the first has the run without drafts, if one is wanted.
+        `offered`: quantisations that the checkpoint's head may have, BF16 first."""
         first, *others = POLICIES
+        most = self.wanted[-1:]
+        free = self.compare and self.row_policy is None and self.num_drafts is None and not self.refeed
         if self.row_policy == _ALL:
-            # Without drafts there are no rows that could differ.
-            drafts = tuple(n for n in self.wanted if n)
-            pairs = [(first, self.wanted), *((policy, drafts) for policy in others if drafts)]
-        elif self.every_policy and self.row_policy is None and self.num_drafts is None and not self.refeed:
-            pairs = [(first, self.wanted), *((policy, self.wanted[-1:]) for policy in others)]
+            pairs = [(policy, self.wanted) for policy in POLICIES]
+        elif free:
+            pairs = [(first, self.wanted), *((policy, most) for policy in others)]
         else:
-            chosen = first[0] if self.row_policy is None else RowPolicy(self.row_policy)
-            pairs = [((chosen, self.refeed), self.wanted)]
-        most = max(self.concurrency)
-        return [
-            (ModelLevers(self.drafter_prefill, row_policy=policy, refeed=refeed, mtp_max_seqs=most), drafts)
-            for (policy, refeed), drafts in pairs
-        ]
+            pairs = [((RowPolicy(self.row_policy or first[0]), self.refeed), self.wanted)]
+        chosen = self.quantizations or (MtpQuantization.BF16,)
+        heads = [self._head(quant, *policy, drafts) for quant in chosen for policy, drafts in pairs]
+        others_offered = [quant for quant in offered if quant is not MtpQuantization.BF16]
+        if free and not self.quantizations and others_offered:
+            if self.drafter_prefill:
+                unfed = self._head(MtpQuantization.BF16, *first, most)
+                heads.append(replace(unfed, levers=replace(unfed.levers, drafter_prefill=False)))
+            heads += [self._head(quant, *first, most) for quant in others_offered]
+        # Without drafts there is nothing that could differ.
+        rest = [replace(head, drafts=tuple(n for n in head.drafts if n)) for head in heads[1:]]
+        return list(dict.fromkeys([heads[0], *(head for head in rest if head.drafts)]))
+
+    def _head(self, quant: MtpQuantization, policy: RowPolicy, refeed: bool, drafts: tuple[int, ...]) -> HeadRuns:
+        prefill = self.drafter_prefill and quant.supports_drafter_prefill()
+        levers = ModelLevers(prefill, row_policy=policy, refeed=refeed, mtp_max_seqs=max(self.concurrency))
+        return HeadRuns(quant, levers, drafts)
 
 
-def decoding_options(command: Command, every_policy: bool = False) -> Command:
-    """The options of both commands; they arrive as one Request in `request`. `every_policy` as there."""
+def decoding_options(command: Command, compare: bool = False) -> Command:
+    """The options of both commands; they arrive as one Request in `request`. `compare` as there."""
 
     @functools.wraps(command)
     def with_request(
@@ -103,13 +126,13 @@ def decoding_options(command: Command, every_policy: bool = False) -> Command:
         row_policy: str | None,
         refeed: bool,
         no_drafter_prefill: bool,
-        mtp_quantization: str,
+        mtp_quantization: tuple[str, ...],
         concurrency: tuple[int, ...],
         **kwargs: Any,
     ) -> Any:
         request = Request(
             family, backend, prompt, max_new_tokens, num_drafts, row_policy, refeed, not no_drafter_prefill,
-            every_policy, MtpQuantization.parse(mtp_quantization), concurrency,
+            compare, tuple(dict.fromkeys(map(MtpQuantization.parse, mtp_quantization))), concurrency,
         )  # fmt: skip
         return command(*args, request=request, **kwargs)
 
@@ -129,16 +152,16 @@ def decoding_options(command: Command, every_policy: bool = False) -> Command:
             "--row-policy",
             type=click.Choice([*(policy.value for policy in RowPolicy), _ALL]),
             help="Which of its rows the drafter keeps after a verify; all: each, and verified with --refeed. "
-            f"By default seed{', and the others with 3 drafts' if every_policy else ''}.",
+            f"By default seed{', and the others with 3 drafts' if compare else ''}.",
         ),
         click.option("--refeed", is_flag=True, help="Give the drafter's rows the target's hidden once it is known."),
         click.option("--no-drafter-prefill", is_flag=True, help="The drafter does not see the prompt."),
         click.option(
             "--mtp-quantization",
             type=click.Choice([quant.value for quant in reversed(MtpQuantization)], case_sensitive=False),
-            default=MtpQuantization.BF16.value,
-            show_default=True,
-            help="How the draft head stores its weights.",
+            multiple=True,
+            help="How the draft head stores its weights; given several times, a run of each. By default bf16"
+            f"{', and the others with 3 drafts' if compare else ''}.",
         ),
         click.option(
             "--concurrency",

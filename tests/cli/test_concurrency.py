@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""`--concurrency` and `--mtp-quantization` of `spark-py generate`."""
+"""`--concurrency` of `spark-py generate`."""
 
 from __future__ import annotations
 
@@ -87,31 +87,6 @@ def test_concurrency_that_is_refused(generate: Callable[..., Any], n: int) -> No
     result = generate("--concurrency", n)
     assert result.exit_code == 2
     assert "--concurrency" in result.stderr
-
-
-def test_the_head_in_nvfp4_is_refused_for_a_dense_ffn(generate: Callable[..., Any]) -> None:
-    result = generate("--num-drafts", 1, "--mtp-quantization", "nvfp4")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "nvfp4" in result.stderr.lower()
-    assert "bf16" in result.stderr.lower(), "the way out"
-
-
-@pytest.mark.parametrize("word", ["bf16", "BF16"])
-def test_words_of_the_quantisation(generate: Callable[..., Any], word: str) -> None:
-    run = json.loads(generate("--num-drafts", 1, "--mtp-quantization", word, "--json").stdout)
-    assert run["quantization"] == "bf16"
-
-
-def test_the_plain_run_asks_for_no_head(generate: Callable[..., Any]) -> None:
-    run = json.loads(generate("--num-drafts", 0, "--mtp-quantization", "fp8", "--json").stdout)
-    assert (run["quantization"], run["drafted"]) == ("fp8", 0)
-
-
-def test_another_word(generate: Callable[..., Any]) -> None:
-    result = generate("--mtp-quantization", "int8")
-    assert result.exit_code == 2
-    assert "int8" in result.stderr
 
 
 def test_counts_are_added() -> None:

@@ -172,10 +172,12 @@ def test_the_demo_compares_what_the_drafter_keeps(
         return [(run["num_drafts"], run["row_policy"], run["refeed"]) for run in found]
 
     seed = [(drafts, "seed", False) for drafts in range(4)]
-    assert runs() == [*seed, (3, "verified", False), (3, "verified", True)]
+    heads = [(3, "seed", False)] * 2  # tests/cli/test_quantization.py
+    assert runs() == [*seed, (3, "verified", False), (3, "verified", True), *heads]
+    assert runs("--mtp-quantization", "bf16") == [*seed, (3, "verified", False), (3, "verified", True)]
     assert runs("--row-policy", "seed") == seed
     assert runs("--refeed") == [(drafts, "seed", True) for drafts in range(4)]
-    lines = call(*options).stdout.splitlines()
+    lines = call(*options, "--mtp-quantization", "bf16").stdout.splitlines()
     assert [line.split()[:2] for line in lines[-2:]] == [["3", "verified"], ["3", "verified+refeed"]]
 
 

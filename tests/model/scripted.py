@@ -135,13 +135,13 @@ def noisy(prompt: Sequence[int], tokens: Sequence[int], rng: np.random.Generator
     return Scripted(guess)
 
 
-def write_drafting_tiny(folder: Path, rng: np.random.Generator) -> Tiny:
+def write_drafting_tiny(folder: Path, rng: np.random.Generator, **overrides: Any) -> Tiny:
     """A checkpoint whose head is right about as often as it is wrong.
 
     Layers add little to the stream, so that the next token follows mostly from the last one, and the head's fc passes
     the embedding on: both then pick alike.
     """
-    found = write_tiny(folder, rng)
+    found = write_tiny(folder, rng, **overrides)
     h = found.raw["hidden_size"]
     for name, value in found.weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

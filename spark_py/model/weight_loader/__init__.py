@@ -6,7 +6,7 @@ from __future__ import annotations
 from .dequant_plan import HostWeight, WeightFormat, WeightPlan, check_scales_applied, plan_weight, read_weight
 from .mtp_names import mtp_tensor_shapes
 from .quantization import forced_quantization
-from .qwen3_next import load_mtp_weights
+from .qwen3_next import free_copied, has_dense_ffn, load_mtp_weights
 from .upload import in_store, plan_for_device, upload_weights
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "WeightPlan",
     "check_scales_applied",
     "forced_quantization",
+    "free_copied",
+    "has_dense_ffn",
     "in_store",
     "load_mtp_weights",
     "mtp_tensor_shapes",

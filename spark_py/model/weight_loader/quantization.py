@@ -17,12 +17,14 @@ log = logging.getLogger("spark_py.model.weight_loader")
 _DECIDING = ("mtp.fc.weight", f"{LAYER}self_attn.q_proj.weight")
 
 
-def forced_quantization(config: ModelConfig, requested: MtpQuantization) -> MtpQuantization:
+def forced_quantization(config: ModelConfig, requested: MtpQuantization, quietly: bool = False) -> MtpQuantization:
     """`requested`, or BF16 where the configuration's ignore_modules cover the head's fc or q_proj: a head that was kept
-    out of quantisation drafts poorly when it is quantised after all. The change is logged as a warning."""
+    out of quantisation drafts poorly when it is quantised after all. Unless `quietly`, the change is logged as a
+    warning."""
     for tensor in _DECIDING:
         entry = covering(tensor, config.ignore_modules)
         if entry is not None and requested is not MtpQuantization.BF16:
-            log.warning("the MTP head stays BF16, not %s: ignore_modules has %r", requested.value, entry)
+            if not quietly:
+                log.warning("the MTP head stays BF16, not %s: ignore_modules has %r", requested.value, entry)
             return MtpQuantization.BF16
     return requested

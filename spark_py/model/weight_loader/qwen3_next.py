@@ -20,7 +20,7 @@ from . import mtp_names as names
 from .dequant_plan import WeightPlan, check_scales_applied
 from .upload import in_store, is_block_scaled, plan_for_device, upload_weights
 
-__all__ = ["load_mtp_weights"]
+__all__ = ["free_copied", "has_dense_ffn", "load_mtp_weights"]
 
 log = logging.getLogger("spark_py.model.weight_loader")
 
@@ -52,7 +52,7 @@ def load_mtp_weights(
     """
     if config.num_mtp_modules > 1:
         raise UnsupportedError(f"{config.num_mtp_modules} MTP modules are configured: this head has one")
-    dense = _is_dense(store, config)
+    dense = has_dense_ffn(store, config)
     stacked = not dense and all(name in store for name in names.STACKED)
     single = names.attention_tensor_shapes(config) | ({} if dense else names.routing_tensor_shapes(config))
     experts = [names.ffn_tensor_shapes(names.MLP, config.intermediate_size, config.hidden_size)]
@@ -92,13 +92,27 @@ def load_mtp_weights(
     return MtpWeights(**fields, shared_expert=made[0], experts=tuple(routed))
 
 
-def _is_dense(store: WeightStore, config: ModelConfig) -> bool:
-    """By the tensors that are there; where neither is, by the configuration, so that the right ones are missed."""
+def has_dense_ffn(store: WeightStore, config: ModelConfig) -> bool:
+    """Whether a checkpoint's MTP head has a dense FFN and no experts: by the tensors that are there; where neither is,
+    by the configuration, so that the right ones are missed. UnsupportedError for experts that the configuration does
+    not have."""
     if names.ROUTER in store:
         if config.num_experts == 0:
             raise UnsupportedError(f"the MTP head has experts ({names.ROUTER!r}), the configuration none")
         return False
     return in_store(store, names.DENSE) or config.num_experts == 0
+
+
+def free_copied(store: WeightStore, weights: MtpWeights, gpu: GpuBackend) -> None:
+    """Free the store's tensors that a quantised head has copies of once it is built: all BF16 ones but norms, router
+    and shared gate. `weights` is what `load_mtp_weights` gave for `store`; after this only such a head can use it."""
+    plain = [getattr(weights, field) for field in weights.__slots__ if names.is_plain(field)]
+    kept = {weight.weight for weight in plain if weight is not None}
+    for name in store.names():
+        if store.is_loaded(name) and name.startswith(_PREFIX):
+            tensor = store.get(name)
+            if tensor.dtype is WeightDtype.BF16 and tensor.ptr not in kept:
+                gpu.free(store.remove(name).ptr)
 
 
 def _missing_hint(store: WeightStore, stacked: bool) -> str:
