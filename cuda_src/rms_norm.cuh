@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// Root mean square normalisation of one row by one block; norm.cu and rms_norm_vanilla.cu make kernels of it.
+// Root mean square normalisation of one row by one block, alone or after a residual addition; norm.cu,
+// rms_norm_vanilla.cu and spark_residual_add_rms_norm_vanilla.cu make kernels of it.
 //
 // Order of the sum: thread t adds x0*x0 + x1*x1 of the pairs t, t + blockDim.x, ... one term a pair, then the tree of
 // spark_block_sum. An odd row ends with half a pair. The narrow form (16-bit accesses, for rows that do not start on a
@@ -83,5 +84,49 @@ __device__ __forceinline__ void spark_rms_norm(const __nv_bfloat16* input, const
         spark_rms_norm_row<true, ONE_PLUS>(x, weight, y, kept, size, eps);
     } else {
         spark_rms_norm_row<false, ONE_PLUS>(x, weight, y, kept, size, eps);
+    }
+}
+
+// s = hidden + src in FP32. hidden = residual = bf16(s); r comes from the unrounded s, the numerator is the rounded
+// one: output = (bf16(s) * r) * weight, or * (1 + weight). src may be output.
+template <bool WIDE, bool ONE_PLUS>
+__device__ __forceinline__ void spark_add_norm_row(__nv_bfloat16* hidden, const __nv_bfloat16* src,
+                                                   const __nv_bfloat16* weight, __nv_bfloat16* output,
+                                                   __nv_bfloat16* residual, unsigned size, float eps) {
+    const unsigned pairs = spark_pairs(size);
+    float squares = 0.0f;
+    for (unsigned pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
+        const unsigned h = spark_load_pair<WIDE>(hidden, pair, size);
+        const unsigned s = spark_load_pair<WIDE>(src, pair, size);
+        const float s0 = spark_low(h) + spark_low(s);
+        const float s1 = spark_high(h) + spark_high(s);
+        const unsigned rounded = spark_pack(s0, s1);
+        spark_store_pair<WIDE>(hidden, pair, size, rounded);
+        spark_store_pair<WIDE>(residual, pair, size, rounded);
+        squares += s0 * s0 + s1 * s1;
+    }
+    const float r = spark_inverse_rms(spark_block_sum(squares), size, eps);
+    for (unsigned pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
+        const unsigned h = spark_load_pair<WIDE>(hidden, pair, size);
+        const unsigned w = spark_load_pair<WIDE>(weight, pair, size);
+        spark_store_pair<WIDE>(output, pair, size, spark_scale_pair<ONE_PLUS>(h, r, w));
+    }
+}
+
+// The row of this block.
+template <bool ONE_PLUS>
+__device__ __forceinline__ void spark_residual_add_rms_norm(__nv_bfloat16* hidden, const __nv_bfloat16* src,
+                                                            const __nv_bfloat16* weight, __nv_bfloat16* output,
+                                                            __nv_bfloat16* residual, unsigned size, float eps) {
+    const size_t start = static_cast<size_t>(blockIdx.x) * size;
+    __nv_bfloat16* h = hidden + start;
+    const __nv_bfloat16* s = src + start;
+    __nv_bfloat16* y = output + start;
+    __nv_bfloat16* kept = residual + start;
+    if (spark_aligned(h, 4u) && spark_aligned(s, 4u) && spark_aligned(weight, 4u) && spark_aligned(y, 4u) &&
+        spark_aligned(kept, 4u)) {
+        spark_add_norm_row<true, ONE_PLUS>(h, s, weight, y, kept, size, eps);
+    } else {
+        spark_add_norm_row<false, ONE_PLUS>(h, s, weight, y, kept, size, eps);
     }
 }

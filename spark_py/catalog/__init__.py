@@ -41,6 +41,7 @@ from . import (
     spark_moe_silu_mul_clamped,
     spark_mxfp4_gemv,
     spark_nvfp4_transpose,
+    spark_residual_add_rms_norm_vanilla,
     spark_v4_paged_decode,
     spark_v4_qkv,
     spark_v4_rope,
@@ -56,6 +57,7 @@ from .spec import KernelSpec
 _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     norm.KERNELS,
     rms_norm_vanilla.KERNELS,
+    spark_residual_add_rms_norm_vanilla.KERNELS,
     residual_add.KERNELS,
     gemv.KERNELS,
     argmax.KERNELS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Mutants of norm and rms_norm_vanilla."""
+"""Mutants of norm, rms_norm_vanilla and spark_residual_add_rms_norm_vanilla."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _HIDDEN_CU = "spark_store_pair<WIDE>(hidden, pair, size, rounded);"
 _RESIDUAL_CU = "spark_store_pair<WIDE>(residual, pair, size, rounded);"
 _VANILLA_CU = "spark_rms_norm<false>(input, weight, output, nullptr, hidden_size, eps);"
 _VANILLA_PY = "return to_bf16(values * inverse_rms(values, eps) * to_f32(weight))"
+_FUSED = "spark_residual_add_rms_norm_vanilla::spark_residual_add_rms_norm_vanilla"
+_FUSED_CU, _FUSED_PY = "spark_residual_add_rms_norm_vanilla.cu", "spark_residual_add_rms_norm_vanilla.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -81,7 +83,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "norm::rms_norm@far",
         "32-bit row offset",
-        cu=Patch("rms_norm.cuh", "static_cast<size_t>(blockIdx.x) * size;", "blockIdx.x * size;"),
+        cu=Patch(
+            "rms_norm.cuh",
+            "static_cast<size_t>(blockIdx.x) * size;\n    const __nv_bfloat16* x",
+            "blockIdx.x * size;\n    const __nv_bfloat16* x",
+        ),
     ),
     Mutant(
         "norm::rms_norm_residual",
@@ -110,7 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "norm::residual_add_rms_norm",
         "mean square of the rounded sums",
         cu=Patch(
-            "norm.cu",
+            "rms_norm.cuh",
             _SQUARES_CU,
             "squares += spark_low(rounded) * spark_low(rounded) + spark_high(rounded) * spark_high(rounded);",
         ),
@@ -124,19 +130,19 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "norm::residual_add_rms_norm",
         "hidden not updated",
-        cu=Patch("norm.cu", _HIDDEN_CU, ""),
+        cu=Patch("rms_norm.cuh", _HIDDEN_CU, ""),
         py=Patch("norm.py", "rounded = to_bf16(sums)", "rounded = hidden"),
     ),
     Mutant(
         "norm::residual_add_rms_norm",
         "residual is the hidden before the addition",
-        cu=Patch("norm.cu", _RESIDUAL_CU, "spark_store_pair<WIDE>(residual, pair, size, h);"),
+        cu=Patch("rms_norm.cuh", _RESIDUAL_CU, "spark_store_pair<WIDE>(residual, pair, size, h);"),
     ),
     Mutant(
         "norm::residual_add_rms_norm",
         "output written where src is still to be read",
         cu=Patch(
-            "norm.cu",
+            "rms_norm.cuh",
             _RESIDUAL_CU,
             _RESIDUAL_CU + "\n        if (pair + 1u < pairs) {\n"
             "            spark_store_pair<WIDE>(output, pair + 1u, size, 0u);\n        }",
@@ -179,5 +185,43 @@ MUTANTS: tuple[Mutant, ...] = (
             _VANILLA_PY,
             "return to_bf16(values * inverse_rms(values, 0.0) * to_f32(weight))",
         ),
+    ),
+    Mutant(
+        _FUSED,
+        "one plus the weight",
+        cu=Patch(_FUSED_CU, "spark_residual_add_rms_norm<false>", "spark_residual_add_rms_norm<true>"),
+        py=Patch(_FUSED_PY, "* to_f32(weight))", "* (1 + to_f32(weight)))"),
+    ),
+    Mutant(
+        _FUSED,
+        "mean square of the rounded sums",
+        cu=Patch(
+            "rms_norm.cuh",
+            _SQUARES_CU,
+            "squares += spark_low(rounded) * spark_low(rounded) + spark_high(rounded) * spark_high(rounded);",
+        ),
+        py=Patch(_FUSED_PY, "inverse_rms(sums, eps)", "inverse_rms(to_f32(rounded), eps)"),
+    ),
+    Mutant(
+        _FUSED,
+        "numerator from the unrounded sums",
+        py=Patch(_FUSED_PY, "to_f32(rounded) * inverse_rms", "sums * inverse_rms"),
+    ),
+    Mutant(
+        _FUSED,
+        "hidden and residual swapped with output",
+        cu=Patch(_FUSED_CU, "(hidden, src, weight, output, residual,", "(output, src, weight, hidden, residual,"),
+    ),
+    Mutant(
+        _FUSED,
+        "hidden not updated",
+        cu=Patch("rms_norm.cuh", _HIDDEN_CU, ""),
+        py=Patch(_FUSED_PY, "rounded = to_bf16(sums)", "rounded = hidden"),
+    ),
+    Mutant(
+        _FUSED,
+        "eps dropped",
+        cu=Patch(_FUSED_CU, "residual, hidden_size, eps);", "residual, hidden_size, 0.0f);"),
+        py=Patch(_FUSED_PY, "inverse_rms(sums, eps)", "inverse_rms(sums, 0.0)"),
     ),
 )

@@ -11,7 +11,7 @@ import pytest
 from spark_py import catalog
 from spark_py.ops import norm as ops
 from spark_py.runtime.errors import InvalidArgumentError
-from spark_py.runtime.gpu import GpuBackend
+from spark_py.runtime.gpu import GpuBackend, KernelHandle
 from spark_py.testing import (
     BF16,
     Array,
@@ -103,9 +103,10 @@ def lost_in_rounding(rng: np.random.Generator, rows: int, size: int) -> tuple[Ar
     return hidden, np.full((rows, size), 0.00375).astype(BF16)
 
 
-@checks("norm::residual_add_rms_norm")
-def check_residual_add_rms_norm(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    kernel = gpu.kernel("norm", "residual_add_rms_norm")
+def check_adding(
+    gpu: GpuBackend, rng: np.random.Generator, kernel: KernelHandle, expected_of: Any, plus: float
+) -> None:
+    """A kernel that adds and normalises: `kernel`, its reference, and what is added to the weight."""
     for rows, size in SHAPES:
         for aliased, rounding in ((False, False), (True, False), (True, True)):
             weight = normal(rng, size)
@@ -126,10 +127,16 @@ def check_residual_add_rms_norm(gpu: GpuBackend, rng: np.random.Generator) -> No
             assert_same_bits(stream.read(), rounded, what)
             assert_same_bits(kept.read(), rounded, what)
             mean = (f64(sums) ** 2).sum(axis=-1, keepdims=True) / size
-            exact = f64(rounded) / np.sqrt(mean + np.float64(np.float32(EPS))) * (1.0 + f64(weight))
+            exact = f64(rounded) / np.sqrt(mean + np.float64(np.float32(EPS))) * (plus + f64(weight))
             assert_rounds(output.read(), exact, FP32_BOUND, what=what)
-            expected = reference("residual_add_rms_norm")(hidden, src, weight, EPS)[1]
+            expected = expected_of(hidden, src, weight, EPS)[1]
             assert_ulps(output.read(), expected, REFERENCE_ULPS, REFERENCE_L2, what)
+
+
+@checks("norm::residual_add_rms_norm")
+def check_residual_add_rms_norm(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    kernel = gpu.kernel("norm", "residual_add_rms_norm")
+    check_adding(gpu, rng, kernel, reference("residual_add_rms_norm"), 1.0)
 
 
 def test_rms_norm(gpu: GpuBackend, rng: np.random.Generator) -> None:

@@ -41,6 +41,7 @@ from . import (
     spark_moe_silu_mul_clamped,
     spark_mxfp4_gemv,
     spark_nvfp4_transpose,
+    spark_residual_add_rms_norm_vanilla,
     spark_v4_paged_decode,
     spark_v4_qkv,
     spark_v4_rope,
@@ -57,6 +58,7 @@ __all__ = ["cases_of"]
 _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "norm": norm.CASES,
     "rms_norm_vanilla": rms_norm_vanilla.CASES,
+    "spark_residual_add_rms_norm_vanilla": spark_residual_add_rms_norm_vanilla.CASES,
     "residual_add": residual_add.CASES,
     "gemv": gemv.CASES,
     "argmax": argmax.CASES,
