@@ -7,6 +7,9 @@ then the tail of o turned by the angle of minus the query's position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -39,6 +42,33 @@ def attend(query: Bf16Array, rows: Bf16Array, sinks: F32Array | None, scale: flo
     return result
 
 
+def _decode(
+    query: Bf16Array,
+    pool: np.ndarray[Any, Any],
+    read: Callable[[np.ndarray[Any, Any]], Bf16Array],
+    output: Bf16Array,
+    block_tables: I32Array,
+    seq_lens: I32Array,
+    positions: U32Array,
+    sinks: F32Array | None,
+    rope_dim: int,
+    scale: float,
+    theta: float,
+    sliding_window: int,
+) -> None:
+    """The kernels over a pool whose rows `read` gives as BF16."""
+    block_size, start = pool.shape[1], query.shape[2] - rope_dim
+    for sequence, length in enumerate(seq_lens.tolist()):
+        if length <= 0:
+            continue
+        places = np.arange(window_start(length, sliding_window), length)
+        rows = read(pool[block_tables[sequence, places // block_size], places % block_size])
+        mixed = attend(query[sequence], rows, sinks, scale)
+        own = positions[sequence : sequence + 1]
+        mixed[:, start:] = rotate(mixed[None, :, start:], own, theta, inverse=True)[0]
+        output[sequence] = to_bf16(mixed)
+
+
 def spark_v4_paged_decode(
     query: Bf16Array,
     pool: Bf16Array,
@@ -58,16 +88,8 @@ def spark_v4_paged_decode(
     [S]; positions: u32 [S], of the queries; sinks: FP32 [heads] or None. All in FP32, rounded once. Rows of output for
     a sequence of length 0 stay as they are. A sequence's bits depend on that sequence alone.
     """
-    block_size, start = pool.shape[1], query.shape[2] - rope_dim
-    for sequence, length in enumerate(seq_lens.tolist()):
-        if length <= 0:
-            continue
-        places = np.arange(window_start(length, sliding_window), length)
-        rows = pool[block_tables[sequence, places // block_size], places % block_size]
-        mixed = attend(query[sequence], rows, sinks, scale)
-        own = positions[sequence : sequence + 1]
-        mixed[:, start:] = rotate(mixed[None, :, start:], own, theta, inverse=True)[0]
-        output[sequence] = to_bf16(mixed)
+    numbers = rope_dim, scale, theta, sliding_window
+    _decode(query, pool, lambda rows: rows, output, block_tables, seq_lens, positions, sinks, *numbers)
 
 
 def spark_v4_paged_decode_fp8(
@@ -84,9 +106,5 @@ def spark_v4_paged_decode_fp8(
     sliding_window: int,
 ) -> None:
     """As `spark_v4_paged_decode` over a pool of E4M3 bytes with a scale of 1."""
-    blocks = np.unique(block_tables[(block_tables >= 0) & (block_tables < len(pool))])
-    values = np.empty(pool.shape, query.dtype)
-    values[blocks] = from_e4m3(pool[blocks])
-    spark_v4_paged_decode(
-        query, values, output, block_tables, seq_lens, positions, sinks, rope_dim, scale, theta, sliding_window
-    )
+    numbers = rope_dim, scale, theta, sliding_window
+    _decode(query, pool, from_e4m3, output, block_tables, seq_lens, positions, sinks, *numbers)

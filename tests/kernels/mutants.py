@@ -39,6 +39,7 @@ FAMILIES = (
     "spark_v4_rope",
     "spark_v4_qkv",
     "spark_v4_paged_decode",
+    "spark_v4_grouped_gemv",
 )
 
 

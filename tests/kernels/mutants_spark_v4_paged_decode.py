@@ -23,6 +23,7 @@ _TURN_PY = "mixed[:, start:] = rotate(mixed[None, :, start:], own, theta, invers
 _TABLE_CU = "v4_turns(partial.turns, positions[sequence], rope_dim, theta, true);"
 _EMPTY_CU = "    if (length <= 0) {\n        return;\n    }\n"
 _EMPTY_PY = "        if length <= 0:\n            continue\n"
+_READ_PY = "_decode(query, pool, from_e4m3, output, block_tables, seq_lens, positions, sinks, *numbers)"
 _ROW_CU = "const Vector* row = pool + walk.next() * vectors;"
 
 
@@ -210,7 +211,9 @@ MUTANTS: tuple[Mutant, ...] = (
             "to[0] = __half2float(__ushort_as_half(static_cast<unsigned short>(bytes.x << 8)));\n"
             "        to[1] = __half2float(__ushort_as_half(static_cast<unsigned short>(bytes.x & 0xff00u)));",
         ),
-        py=Patch(_PY, "from_e4m3(pool[blocks])", "pool[blocks].view('float8_e5m2').astype(query.dtype)"),
+        py=Patch(
+            _PY, _READ_PY, _READ_PY.replace("from_e4m3", "lambda rows: rows.view('float8_e5m2').astype(query.dtype)")
+        ),
     ),
     Mutant(
         _NARROW,
@@ -221,21 +224,13 @@ MUTANTS: tuple[Mutant, ...] = (
         _NARROW,
         "window ignored",
         cu=Patch(_CU, _WINDOW_CU, "0u;"),
-        py=Patch(
-            _PY,
-            "query, values, output, block_tables, seq_lens, positions, sinks, rope_dim, scale, theta, sliding_window\n",
-            "query, values, output, block_tables, seq_lens, positions, sinks, rope_dim, scale, theta, 0\n",
-        ),
+        py=Patch(_PY, _READ_PY, _READ_PY.replace("*numbers", "rope_dim, scale, theta, 0")),
     ),
     Mutant(
         _NARROW,
         "one position too many",
         cu=Patch(_CU, _END_CU, "const unsigned end = static_cast<unsigned>(length) + (length % block_size ? 1u : 0u);"),
-        py=Patch(
-            _PY,
-            "query, values, output, block_tables, seq_lens, positions,",
-            "query, values, output, block_tables, seq_lens + (seq_lens % pool.shape[1] > 0), positions,",
-        ),
+        py=Patch(_PY, _READ_PY, _READ_PY.replace("seq_lens", "seq_lens + (seq_lens % pool.shape[1] > 0)")),
     ),
     Mutant(
         _NARROW + "@far",

@@ -30,7 +30,8 @@ def lengths_for(window: int) -> list[int]:
 def draw_sinks(rng: np.random.Generator, heads: int) -> Array:
     """One that takes nearly all of the weight, one that takes none, and ordinary ones."""
     sinks = (rng.standard_normal(heads) * 2).astype(np.float32)
-    sinks[rng.permutation(heads)[: min(2, heads - 1)]] = np.float32([LARGEST, -30.0])[: min(2, heads - 1)]
+    extremes = [LARGEST, -30.0][: heads - 1]
+    sinks[rng.permutation(heads)[: len(extremes)]] = extremes
     return sinks
 
 
