@@ -7,16 +7,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST_ARGS ?= -n auto --dist worksteal
 HAS_COMPILER = $(BIN)/python -c 'from spark_py.emulator.compiler import find_compiler; find_compiler()' 2>/dev/null
+MUTANTS := tests/kernels/test_mutants.py
 GPU_OUTPUT ?= docs/gpu
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test emulated lint types check format gpu clean
+.PHONY: help demo test emulated mutants lint types check format gpu clean
 
 help:
 	@echo 'make demo    run the demo (installs the base package)'
 	@echo 'make test    run the tests without a GPU (installs the cuda12 and test extras)'
-	@echo 'make emulated   the kernel tests alone, with the .cu files compiled for the CPU, fast and checked; mutants checked'
+	@echo 'make emulated   the kernel tests alone, with the .cu files compiled for the CPU, fast and checked'
 	@echo '                (needs g++ 12 or newer; in make test)'
+	@echo 'make mutants    every deliberate fault in a .cu file is compiled, run and noticed (needs g++ 12 or newer)'
 	@echo 'make lint    ruff: rules and format        make types   mypy --strict'
 	@echo 'make check   lint, types and test          make format  let ruff rewrite'
 	@echo 'make gpu     run tests, compute-sanitizer and benchmark on a GPU, results in $(GPU_OUTPUT)'
@@ -26,13 +28,17 @@ demo: $(VENV)/.base
 	$(BIN)/spark-py demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --deselect $(MUTANTS)::test_a_wrong_kernel_compiles
 	@if $(HAS_COMPILER); then $(MAKE) --no-print-directory emulated; \
 	  else echo 'no C++ compiler: the .cu files were not run on the CPU; spark-py doctor has the cure'; fi
 
 emulated: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated --deselect tests/kernels/test_mutants.py tests/kernels
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked tests/kernels
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated --deselect $(MUTANTS) tests/kernels
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked --deselect $(MUTANTS) tests/kernels
+
+mutants: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(MUTANTS)::test_a_wrong_kernel_compiles
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked $(MUTANTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
