@@ -30,6 +30,7 @@ FAMILIES = (
     "w4a16_joint",
     "fp8_gemv",
     "moe_topk",
+    "moe_topk_sigmoid",
     "moe_experts",
     "moe_blend",
     "moe_bf16",
