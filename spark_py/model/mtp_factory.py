@@ -28,8 +28,7 @@ class MtpFactory:
     An unquantised head runs on the checkpoint's tensors, which `store` uploads once for all of them. A quantised one
     has copies, and the tensors that it copied are freed as soon as it is built; FP8 takes over what the checkpoint has
     in block-scaled E4M3. FP8 and BF16 draft with the target's own LM head, NVFP4 with a copy of it in NVFP4, made once.
-    That copy has no transposed twin: it is the draft's alone, and only proposes of several rows, which NVFP4 heads do
-    not have, would read one.
+    As in Rust, a LM head that only drafts has no transposed twin.
     """
 
     def __init__(
