@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 // Module spark_v4_paged_decode: DeepSeek-V4's attention of one query row a sequence over a paged pool of latent rows.
 //
-// All query heads share one head of the cache, and a row of the pool is its key and its value both, so a warp reads each
-// row once for both uses and for two query heads. Order of the sums, which depends on the sequence alone: eight warps
-// take contiguous chunks of ceil(visible / 8) positions, four positions at a time; a score is each lane's products in
-// ascending order, then the tree 16, 8, 4, 2, 1; warps are merged in ascending order, the sink last. Products of a score
-// are exact, so fmaf there only saves an instruction; in the sums over positions it also saves a rounding.
+// All query heads share one head of the cache, and a row of the pool is its key and its value both, so a warp reads
+// each row once for both uses and for two query heads. Order of the sums, which depends on the sequence alone: eight
+// warps take contiguous chunks of ceil(visible / 8) positions, four positions at a time; a score is each lane's
+// products in ascending order, then the tree 16, 8, 4, 2, 1; warps are merged in ascending order, the sink last.
+// Products of a score are exact, so fmaf there only saves an instruction; in the sums over positions it also saves a
+// rounding.
 //
 // The output's tail is turned back before it is rounded: a launch of its own would read and write all heads again, and
 // round twice.
@@ -267,14 +268,15 @@ __device__ __forceinline__ void decode(const __nv_bfloat16* Q, const Element* po
     }
 }
 
-// O[seq, head] = turn back(sum over p of w_p row_p) over the positions p of [L - sliding_window, L) that are not negative
-// (all of [0, L) with a window of 0), L = seq_lens[seq] with the query's own row included;
-//   w_p = exp(s_p - m) / (sum over p of exp(s_p - m) + exp(sinks[head] - m)),   s_p = (Q[seq, head] . row_p) * inv_sqrt_d,
+// O[seq, head] = turn back(sum over p of w_p row_p) over the positions p of [L - sliding_window, L) that are not
+// negative (all of [0, L) with a window of 0), L = seq_lens[seq] with the query's own row included;
+//   s_p = (Q[seq, head] . row_p) * inv_sqrt_d,
+//   w_p = exp(s_p - m) / (sum over p of exp(s_p - m) + exp(sinks[head] - m)),
 // and the last rope_dim elements of the sum turned by the angle of -positions[seq], the query's position. A sink has no
-// value: it is in the denominator alone; without sinks (NULL) that term is gone. A sequence of length 0 (or less) leaves
-// its rows of O as they are. Q and O packed [seqs, num_heads, head_dim], pool [blocks, block_size, head_dim]; position p
-// in block block_tables[seq, p / block_size]. Grid (ceil(num_heads / 2), seqs), block 256. head_dim a multiple of 8, 512
-// at most; rope_dim even, head_dim at most; Q and pool on 16-byte addresses, O on a 4-byte address.
+// value: it is in the denominator alone; without sinks (NULL) that term is gone. A sequence of length 0 (or less)
+// leaves its rows of O as they are. Q and O packed [seqs, num_heads, head_dim], pool [blocks, block_size, head_dim];
+// position p in block block_tables[seq, p / block_size]. Grid (ceil(num_heads / 2), seqs), block 256. head_dim a
+// multiple of 8, 512 at most; rope_dim even, head_dim at most; Q and pool on 16-byte addresses, O on a 4-byte address.
 extern "C" __global__ void __launch_bounds__(256)
     spark_v4_paged_decode(const __nv_bfloat16* Q, const __nv_bfloat16* pool, __nv_bfloat16* O, const int* block_tables,
                           const int* seq_lens, const unsigned int* positions, const float* sinks,

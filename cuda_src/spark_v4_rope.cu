@@ -7,8 +7,8 @@ constexpr unsigned ROPE_HEADS = 8u;  // of a block; with 64 elements to rotate, 
 
 // Each head of x [rows, heads, head_dim] ends with rope_dim elements t; its pairs i < rope_dim / 2 become
 //   t[2i] = t[2i] * cos - t[2i + 1] * sin,   t[2i + 1] = t[2i] * sin + t[2i + 1] * cos
-// with angle = positions[row] / theta^(2 i / rope_dim), or its negative with inverse != 0; FP32, rounded once. What lies
-// before the tail stays. Grid (rows, ceil(heads / 8)), block 256; the cosines of a row are computed once a block.
+// with angle = positions[row] / theta^(2 i / rope_dim), or its negative with inverse != 0; FP32, rounded once. What
+// lies before the tail stays. Grid (rows, ceil(heads / 8)), block 256; the cosines of a row are computed once a block.
 // head_dim and rope_dim even, rope_dim at most 512 and head_dim, x on a 4-byte address.
 extern "C" __global__ void spark_v4_rope(__nv_bfloat16* x, const unsigned int* positions, unsigned int heads,
                                          unsigned int head_dim, unsigned int rope_dim, float theta,
