@@ -57,7 +57,11 @@ _DEMO_COLUMNS = (
     "identical_to_greedy",
 )
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-BENCHMARKS = {"launch": ["tools/bench_launch.py"], "kernels": ["tools/bench_kernels.py"]}
+BENCHMARKS = {
+    "launch": ["tools/bench_launch.py"],
+    "kernels": ["tools/bench_kernels.py"],
+    "drafts": ["tools/bench_propose.py"],
+}
 DEMO = {
     "kernels emulated and on the GPU": ["tools/compare_emulated.py"],
     "backends compared": ["tools/compare_backends.py"],
