@@ -20,6 +20,7 @@ from spark_py.model.layers.mtp_head import MtpHead, NormConvention, ffn, forward
 from spark_py.model.levers import ModelLevers
 from spark_py.ops.residual_add import sigmoid_gate_mul
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
+from tests.model.mtp_forms import hide
 from tests.model.support import BF16, Array, Oracle, Rig, download, make_rig, relative_l2
 
 BOUND = 0.025
@@ -79,9 +80,18 @@ def test_rows_around_the_end_of_a_block(gpu: GpuBackend, rng: np.random.Generato
     check_drafts(make_rig(gpu, rng, head_class=Recording), rng, rows + 1, 3)
 
 
-def test_plain_norm_weights(gpu: GpuBackend, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_plain_norm_weights(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    """Also on a set that has no fused addition and norm for them."""
+    if not fused:
+        hide(monkeypatch, gpu, "spark_residual_add_rms_norm_vanilla")
     rig = make_rig(gpu, rng, head_class=Recording, norm=NormConvention.PLAIN)
-    check_drafts(rig, rng, 17, 3, one_plus_w=False)
+    assert bool(rig.head.residual_add_rms_norm_k) is fused
+    with gpu.trace() as trace:
+        check_drafts(rig, rng, 17, 3, one_plus_w=False)
+    assert ("residual_add_rms_norm" in str(trace.steps)) is fused
 
 
 def test_rows_by_the_gemm(gpu: GpuBackend, rng: np.random.Generator) -> None:

@@ -25,7 +25,7 @@ from ..mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
 from .ffn import MtpHeadFfn
 from .grammar import MaskWords, masked_argmax
 from .new import BF16_BYTES, KV_BLOCK_SIZE, log
-from .types import MtpProposerState, NormConvention
+from .types import MtpProposerState
 
 __all__ = ["MtpHeadForward"]
 
@@ -181,11 +181,11 @@ class MtpHeadForward(MtpHeadFfn):
         rows: int = 1,
     ) -> None:
         gpu, h = self.gpu, self.h
-        if self.norm_convention is NormConvention.ONE_PLUS_W:
-            kernel = self.residual_add_rms_norm_k
+        if kernel := self.residual_add_rms_norm_k:
             residual_add_rms_norm(gpu, kernel, hidden, src, weight, output, residual, rows, h, self.eps, stream)
             return
-        # The fused kernel knows 1 + w alone. Its mean square is of the sums before rounding, this one's after.
+        # A set without the fused kernel for plain weights, whose mean square is of the sums before rounding; here of
+        # those after.
         residual_add(gpu, self.residual_add_k, hidden, src, rows * h, stream)
         gpu.copy_d2d_async(hidden, residual, rows * h * BF16_BYTES, stream)
         self._rms_norm(hidden, weight, output, rows, h, stream)

@@ -87,7 +87,10 @@ class MtpHeadKernels:
         plain = norm is NormConvention.PLAIN
         vanilla = ("rms_norm_vanilla", "rms_norm_vanilla")
         self.rms_norm_k = gpu.kernel(*vanilla) if plain else gpu.kernel("norm", "rms_norm")
-        self.residual_add_rms_norm_k = needed(not plain, "norm", "residual_add_rms_norm")
+        fused_vanilla = ("spark_residual_add_rms_norm_vanilla", "spark_residual_add_rms_norm_vanilla")
+        self.residual_add_rms_norm_k = (
+            gpu.try_kernel(*fused_vanilla) if plain else gpu.kernel("norm", "residual_add_rms_norm")
+        )
         self.rope_k = gpu.kernel("rope", "rope_forward")
         self.residual_add_k = gpu.kernel("residual_add", "bf16_residual_add")
         self.sigmoid_gate_mul_k = gpu.kernel("residual_add", "sigmoid_gate_mul")
