@@ -138,11 +138,11 @@ class Rig:
     """A head with sequences of `CONTEXT` rows."""
 
     def __init__(self, gpu: GpuBackend, head: MtpHead, c: ModelConfig, buffers: BufferArena, context: int) -> None:
-        self.gpu, self.head, self.config, self.context = gpu, head, c, context
-        self.buffers, self.stream = buffers, gpu.create_stream()
+        self.gpu, self.head, self.context, self.stream = gpu, head, context, gpu.create_stream()
+        self.ctx, self.row_bytes = ForwardContext(buffers, gpu, c, head.levers), 2 * c.hidden_size
         self.states = [self._state() for _ in range(SEQUENCES)]
-        self.hidden = gpu.alloc(2 * c.hidden_size * SEQUENCES)
-        gpu.memset(self.hidden, 0x3C, 2 * c.hidden_size * SEQUENCES)
+        self.hidden = gpu.alloc(self.row_bytes * SEQUENCES)
+        gpu.memset(self.hidden, 0x3C, self.row_bytes * SEQUENCES)
 
     def _state(self) -> MtpProposerState:
         state, kv = self.head.alloc_state(self.gpu), self.head.kv_cache
@@ -152,22 +152,18 @@ class Rig:
         state.seq_len, state.last_pair_key = self.context, self.context - 1
         return state
 
-    def context_of(self, levers: ModelLevers) -> ForwardContext:
-        """What a pass works with."""
-        return ForwardContext(self.buffers, self.gpu, self.config, levers)
-
-    def propose(self, drafts: int, levers: ModelLevers) -> None:
+    def propose(self, drafts: int) -> None:
         """One sequence, and a verdict that drops its rows, so that the context stays as long as it was."""
-        state, ctx = self.states[0], self.context_of(levers)
-        found = self.head.propose(7, self.hidden, self.context + 1, drafts, state, ctx, self.stream)
+        state = self.states[0]
+        found = self.head.propose(7, self.hidden, self.context + 1, drafts, state, self.ctx, self.stream)
         assert len(found) == drafts
         self._undo(state)
 
-    def propose_batch(self, n: int, levers: ModelLevers) -> None:
+    def propose_batch(self, n: int) -> None:
         """n sequences at once."""
-        rows = [self.hidden.offset(2 * self.config.hidden_size * i) for i in range(n)]
-        states, ctx = self.states[:n], self.context_of(levers)
-        found = self.head.propose_batch([7] * n, rows, [self.context + 1] * n, 1, states, ctx, self.stream)
+        rows = [self.hidden.offset(self.row_bytes * i) for i in range(n)]
+        states = self.states[:n]
+        found = self.head.propose_batch([7] * n, rows, [self.context + 1] * n, 1, states, self.ctx, self.stream)
         assert found is not None, "the head offers no batched propose"
         for state in states:
             self._undo(state)
@@ -237,6 +233,20 @@ def rig_of(gpu: GpuBackend, c: ModelConfig, quant: MtpQuantization, levers: Mode
         yield rig
 
 
+def paths(rig: Rig, parts: dict[str, float]) -> list[tuple[str, float, Callable[[], None]]]:
+    """Name, bytes that it must read, and call of each way to draft."""
+    each = parts["shared"] + parts["own"]
+    return [
+        ("1 draft", each, lambda: rig.propose(1)),
+        ("3 drafts", 3 * each, lambda: rig.propose(3)),
+        (
+            f"{SEQUENCES} sequences, 1 draft",
+            parts["shared"] + SEQUENCES * parts["own"],
+            lambda: rig.propose_batch(SEQUENCES),
+        ),
+    ]
+
+
 def measure(gpu: GpuBackend, names: list[str], repeats: int, context: int, bandwidth: float | None) -> Iterator[Any]:
     """A row for each shape, quantisation and path."""
     eager, graph = ModelLevers(propose_graph=False), ModelLevers()
@@ -248,16 +258,7 @@ def measure(gpu: GpuBackend, names: list[str], repeats: int, context: int, bandw
             parts = bytes_read(c, quant, context)
             for levers, way in ((eager, "eager"), (graph, "graph")):
                 with rig_of(gpu, c, quant, levers, context) as rig:
-                    paths: list[tuple[str, float, Callable[[], None]]] = [
-                        ("1 draft", parts["shared"] + parts["own"], lambda: rig.propose(1, levers)),
-                        ("3 drafts", 3 * (parts["shared"] + parts["own"]), lambda: rig.propose(3, levers)),
-                        (
-                            f"{SEQUENCES} sequences, 1 draft",
-                            parts["shared"] + SEQUENCES * parts["own"],
-                            lambda: rig.propose_batch(SEQUENCES, levers),
-                        ),
-                    ]
-                    for path, nbytes, action in paths:
+                    for path, nbytes, action in paths(rig, parts):
                         row = {"shape": name, "quantization": quant.value, "path": f"{path}, {way}"}
                         row |= {key: round(value, 1) for key, value in microseconds(action, repeats).items()}
                         row["MB"] = round(nbytes / 1e6, 1)
