@@ -47,7 +47,8 @@ def dot_matrix(x: Bf16Array, weights: Bf16Array) -> F32Array:
                 lanes = np.zeros((LANES, len(tile)), np.float32)
                 for part, factor in zip(parts, factors, strict=True):
                     products = part * factor[:, m : m + 1]
-                    if part is parts[0]:  # NumPy sums a first axis in order, like the loop below
+                    # NumPy sums a first axis in order, like the loop below, but a single column in pairs.
+                    if part is parts[0] and products[0].size > 1:
                         lanes[: part.shape[2]] = np.add.reduce(products, axis=0, initial=np.float32(0)).T
                     else:
                         for step in products:
