@@ -7,7 +7,8 @@
 // other first and then to the sum, and every step rounds. FP8: the product of a BF16 and an E4M3 is exact in FP32, so
 // each is one fused multiply-add, in ascending k; the row's scale multiplies a lane's sum before the tree.
 //
-// A row is BF16, or silu(gate) * up of two BF16 rows, which stays FP32: (g * (1 / (1 + exp(-g)))) * u, without a clamp.
+// A row is BF16, or silu(gate) * up of two BF16 rows, which stays FP32: (g * (1 / (1 + exp(-g)))) * u. Kernels that
+// say so bound g and u by DeepSeek-V4's limit first.
 //
 // K % 16 == 0. Rows of activations and of FP8 weights lie on 16-byte addresses, packed NVFP4 rows on 8-byte ones.
 #pragma once
@@ -147,13 +148,29 @@ struct SparkRow {
     }
 };
 
+struct SparkNoLimit {
+    __device__ __forceinline__ float gate(float g) const { return g; }
+    __device__ __forceinline__ float up(float u) const { return u; }
+};
+
+// The gate is bounded from above alone, up on both sides. NaN stays NaN.
+struct SparkLimit {
+    float limit;
+
+    __device__ __forceinline__ float gate(float g) const { return g > limit ? limit : g; }
+    __device__ __forceinline__ float up(float u) const { return u > limit ? limit : u < -limit ? -limit : u; }
+};
+
 // silu(gate) * up of 8 elements.
-__device__ __forceinline__ void spark_gated(const uint4 gate, const uint4 up, float* to) {
+template <class Limit = SparkNoLimit>
+__device__ __forceinline__ void spark_gated(const uint4 gate, const uint4 up, float* to, const Limit& limit = Limit()) {
     float g[8];
     spark_widen_bf16(gate, g);
     spark_widen_bf16(up, to);
 #pragma unroll
     for (unsigned i = 0u; i < 8u; ++i) {
+        g[i] = limit.gate(g[i]);
+        to[i] = limit.up(to[i]);
         to[i] = g[i] * (1.0f / (1.0f + __expf(-g[i]))) * to[i];
     }
 }
@@ -190,14 +207,15 @@ struct SparkStagedRow {
 };
 
 // Fills `staged`, 4 K bytes, by all threads of the block; ends with a barrier.
+template <class Limit>
 __device__ __forceinline__ SparkStagedRow spark_stage_gated(float4* staged, const __nv_bfloat16* gate,
-                                                            const __nv_bfloat16* up, unsigned k) {
+                                                            const __nv_bfloat16* up, unsigned k, const Limit& limit) {
     const unsigned chunks = k / SPARK_EXPERT_CHUNK;
     const uint4* g = reinterpret_cast<const uint4*>(gate);
     const uint4* u = reinterpret_cast<const uint4*>(up);
     for (unsigned word = threadIdx.x; word < 2u * chunks; word += SPARK_EXPERT_THREADS) {
         float values[8];
-        spark_gated(g[word], u[word], values);
+        spark_gated(g[word], u[word], values, limit);
         float4* to = staged + (word % 2u) * 2u * chunks + word / 2u;
         to[0] = make_float4(values[0], values[1], values[2], values[3]);
         to[chunks] = make_float4(values[4], values[5], values[6], values[7]);
@@ -290,17 +308,18 @@ __device__ __forceinline__ void spark_expert_project(const __nv_bfloat16* a, con
 }
 
 // silu(gate) * up of row t, [rows, top_k, K] or for the shared expert [rows, K], through a slot. `staged` holds 4 K bytes.
-template <class Tables>
+template <class Tables, class Limit = SparkNoLimit>
 __device__ __forceinline__ void spark_expert_down(float4* staged, const __nv_bfloat16* gate, const __nv_bfloat16* up,
                                                   const __nv_bfloat16* sh_gate, const __nv_bfloat16* sh_up,
                                                   const SparkProjection<Tables>& to, const unsigned* expert_indices,
-                                                  unsigned t, unsigned slot, unsigned n, unsigned k, unsigned top_k) {
+                                                  unsigned t, unsigned slot, unsigned n, unsigned k, unsigned top_k,
+                                                  const Limit& limit = Limit()) {
     const bool routed = slot < top_k;
     const size_t at = routed ? static_cast<size_t>(t) * top_k + slot : t;
     const typename Tables::Weights weights = to.tables.of(routed ? expert_indices + at : nullptr, to.shared);
     SparkStagedRow row = {staged, k / SPARK_EXPERT_CHUNK};
     if (!weights.absent()) {  // the same for the whole block
-        row = spark_stage_gated(staged, (routed ? gate : sh_gate) + at * k, (routed ? up : sh_up) + at * k, k);
+        row = spark_stage_gated(staged, (routed ? gate : sh_gate) + at * k, (routed ? up : sh_up) + at * k, k, limit);
     }
     spark_expert_outputs<2u, 4u>(row, weights, (routed ? to.out : to.sh_out) + at * n, n, k);
 }

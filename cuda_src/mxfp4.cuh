@@ -7,8 +7,9 @@
 //
 // 64 lanes share an output. Lane l has two accumulators; number p adds half p of the chunks l, l + 64, ... ascending. A
 // half is one chain of 16 fused multiply-adds over a * code, k ascending from 0, and one more that adds scale * chain.
-// The lane's value is accumulator 0 + accumulator 1; each warp of lanes adds up as the tree 16, 8, 4, 2, 1; the result is
-// first warp + second. That is the order of w4a16_gemv: weights that NVFP4 can hold as well have the same bits there.
+// The lane's value is accumulator 0 + accumulator 1; each warp of lanes adds up as the tree 16, 8, 4, 2, 1; the result
+// is first warp + second. That is the order of w4a16_gemv: weights that NVFP4 can hold as well have the same bits
+// there.
 //
 // K % 32 == 0. Rows of BF16 and of codes lie on 16-byte addresses.
 #pragma once
@@ -95,7 +96,8 @@ __device__ __forceinline__ void mxfp4_chunk(float (&sums)[ROWS][OUTPUTS][2], con
 }
 
 // The accumulators of a thread that is OWN lanes: lane, lane + 64 / OWN, ... DEPTH chunks of each weight row are loaded
-// before the first is used. Where there are fewer than OUTPUTS weight rows, the first stands in for those past the last.
+// before the first is used. Where there are fewer than OUTPUTS weight rows, the first stands in for those past the
+// last.
 template <unsigned OWN, unsigned ROWS, unsigned OUTPUTS, unsigned DEPTH, class Rows>
 __device__ __forceinline__ void mxfp4_lanes(float (&sums)[OWN][ROWS][OUTPUTS][2], const Rows& rows,
                                             const Mxfp4Weights& weights, unsigned lane) {
@@ -128,8 +130,9 @@ __device__ __forceinline__ void mxfp4_lanes(float (&sums)[OWN][ROWS][OUTPUTS][2]
 
 constexpr unsigned MXFP4_GROUPS = 4u;  // of 64 lanes, in a block of 256 threads
 
-// C[r * out_stride + n] = bf16(A[r] . B[n]) for ROWS rows and the 4 * OUTPUTS outputs of a block of 256 threads. A group
-// of 64 lanes takes OUTPUTS outputs next to each other, TOGETHER of them at a time; each byte of B is loaded once.
+// C[r * out_stride + n] = bf16(A[r] . B[n]) for ROWS rows and the 4 * OUTPUTS outputs of a block of 256 threads. A
+// group of 64 lanes takes OUTPUTS outputs next to each other, TOGETHER of them at a time; each byte of B is loaded
+// once.
 template <unsigned ROWS, unsigned OUTPUTS, unsigned TOGETHER, unsigned DEPTH>
 __device__ __forceinline__ void mxfp4_block(const __nv_bfloat16* A, const unsigned char* packed,
                                             const unsigned char* scales, __nv_bfloat16* C, unsigned N, unsigned K,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// Module spark_mxfp4_gemv: y = x W^T with MXFP4 weights [N, K], as DeepSeek-V4's checkpoint has its routed experts. This
-// project's own kernels; format and order of arithmetic in mxfp4.cuh. K % 32 == 0; A and B_packed on 16-byte addresses.
+// Module spark_mxfp4_gemv: y = x W^T with MXFP4 weights [N, K], as DeepSeek-V4's checkpoint has its routed experts.
+// This project's own kernels; format and order of arithmetic in mxfp4.cuh. K % 32 == 0; A and B_packed on 16-byte
+// addresses.
 
 #include "mxfp4.cuh"
 

@@ -36,6 +36,8 @@ from . import (
     rms_norm_vanilla,
     rope,
     spark_hyper_connection,
+    spark_moe_expert_mxfp4,
+    spark_moe_expert_silu_down_clamped,
     spark_moe_rows,
     spark_moe_shared_expert_fused_fp8,
     spark_moe_silu_mul_clamped,
@@ -100,6 +102,8 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     gemv_fp8w.KERNELS,
     w8a16_gemv.KERNELS,
     spark_mxfp4_gemv.KERNELS,
+    spark_moe_expert_mxfp4.KERNELS,
+    spark_moe_expert_silu_down_clamped.KERNELS,
 )
 
 CATALOG: dict[tuple[str, str], KernelSpec] = {spec.key: spec for family in _FAMILIES for spec in family}

@@ -90,7 +90,8 @@ def routed(c: Call, prefix: str, ids: Any) -> list[reference.Nvfp4 | None]:
     return found
 
 
-def _and_shared(c: Call, prefix: str, shared: str, has: str, ids: Any) -> list[reference.Nvfp4 | None]:
+def and_shared(c: Call, prefix: str, shared: str, has: str, ids: Any) -> list[reference.Nvfp4 | None]:
+    """`routed`, and the shared expert."""
     weight = getattr(c, f"{shared}_packed"), getattr(c, f"{shared}_scale"), getattr(c, f"{shared}_s2")
     return [*routed(c, prefix, ids), None if getattr(c, f"{has}_packed") is None else weight]
 
@@ -117,8 +118,8 @@ def _gate_up(rows: Rows) -> Callable[[Call], None]:
     def run(c: Call) -> None:
         names = ("A", "expert_indices", "gate_out", "up_out", "sh_gate_out", "sh_up_out")
         for x, ids, gate_out, up_out, sh_gate_out, sh_up_out in each_row(c, rows, *names):
-            gate = _and_shared(c, "gate_", "sh_gate", "sh_gate", ids)
-            up = _and_shared(c, "up_", "sh_up", "sh_gate", ids)
+            gate = and_shared(c, "gate_", "sh_gate", "sh_gate", ids)
+            up = and_shared(c, "up_", "sh_up", "sh_gate", ids)
             gates, ups = reference.moe_expert_gate_up_shared(x, gate, up, c.N)
             gate_out[...], sh_gate_out[...] = gates[:-1], gates[-1]
             up_out[...], sh_up_out[...] = ups[:-1], ups[-1]
@@ -130,7 +131,7 @@ def _silu_down(rows: Rows) -> Callable[[Call], None]:
     def run(c: Call) -> None:
         names = ("gate_out", "up_out", "expert_indices", "sh_gate_in", "sh_up_in", "C", "sh_down_out")
         for gate, up, ids, sh_gate, sh_up, out, sh_out in each_row(c, rows, *names):
-            down = _and_shared(c, "", "sh_down", "sh_down", ids)
+            down = and_shared(c, "", "sh_down", "sh_down", ids)
             gates, ups = np.concatenate([gate, sh_gate[None]]), np.concatenate([up, sh_up[None]])
             result = reference.moe_expert_silu_down_shared(gates, ups, down, c.N)
             out[...], sh_out[...] = result[:-1], result[-1]
@@ -180,24 +181,29 @@ def _gate_up_spec(function: str, rows: Rows) -> KernelSpec:
     )
 
 
+def silu_down_params(rows: Rows) -> tuple[ParamSpec, ...]:
+    """Parameters of the down projection."""
+    return (
+        slots("gate_out", "r", rows, "K"),
+        slots("up_out", "r", rows, "K"),
+        *tables(""),
+        slots("C", "w", rows, "N"),
+        indices(rows),
+        shared_row("sh_gate_in", "r", rows, "K"),
+        shared_row("sh_up_in", "r", rows, "K"),
+        *_shared("sh_down"),
+        shared_row("sh_down_out", "w", rows, "N"),
+        u32("N"),
+        u32("K"),
+        u32("top_k"),
+    )
+
+
 def _silu_down_spec(function: str, rows: Rows) -> KernelSpec:
     return KernelSpec(
         module="moe_shared_expert_fused",
         function=function,
-        params=(
-            slots("gate_out", "r", rows, "K"),
-            slots("up_out", "r", rows, "K"),
-            *tables(""),
-            slots("C", "w", rows, "N"),
-            indices(rows),
-            shared_row("sh_gate_in", "r", rows, "K"),
-            shared_row("sh_up_in", "r", rows, "K"),
-            *_shared("sh_down"),
-            shared_row("sh_down_out", "w", rows, "N"),
-            u32("N"),
-            u32("K"),
-            u32("top_k"),
-        ),
+        params=silu_down_params(rows),
         grid_text="(ceil(N / 8), top_k + 1, 1)" if rows is one else "(ceil(N / 8), rows, top_k + 1)",
         block_text=BLOCK_TEXT,
         geometry=geometry(rows, 1, ACTIVATION_BYTES),

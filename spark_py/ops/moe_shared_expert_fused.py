@@ -71,11 +71,13 @@ def start(
     return KernelLaunch(gpu, kernel).grid(grid).block((128, 1, 1)).shared_mem(held)
 
 
-def _tables(launch: KernelLaunch, tables: HasNvfp4Tables) -> None:
+def add_tables(launch: KernelLaunch, tables: HasNvfp4Tables) -> None:
+    """The three tables as arguments."""
     launch.arg_ptr(tables.packed_ptrs).arg_ptr(tables.scale_ptrs).arg_ptr(tables.scale2_vals)
 
 
-def _shared(launch: KernelLaunch, weight: HasNvfp4Weight | None) -> None:
+def add_shared(launch: KernelLaunch, weight: HasNvfp4Weight | None) -> None:
+    """The shared expert's weight as arguments; NULL where there is none."""
     if weight is None:
         launch.arg_ptr(DevicePtr.NULL).arg_ptr(DevicePtr.NULL).arg_f32(1.0)
     else:
@@ -107,11 +109,11 @@ def moe_expert_gate_up_shared(
     only(kernel, _GATE_UP if rows is None else _GATE_UP_ROWS)
     launch = start(gpu, kernel, n, k, top_k, rows, projections=2).arg_ptr(input)
     for tables, out in ((gate, gate_out), (up, up_out)):
-        _tables(launch, tables)
+        add_tables(launch, tables)
         launch.arg_ptr(out)
     launch.arg_ptr(expert_indices)
     for weight, out in ((sh_gate, sh_gate_out), (sh_up, sh_up_out)):
-        _shared(launch, weight)
+        add_shared(launch, weight)
         launch.arg_ptr(out)
     launch.arg_u32(n).arg_u32(k).arg_u32(top_k).launch(stream)
 
@@ -139,7 +141,7 @@ def moe_expert_silu_down_shared(
     `moe_shared_expert_fused::moe_expert_silu_down_shared` or, with rows, `spark_moe_expert_silu_down_shared_rows`."""
     only(kernel, _SILU_DOWN if rows is None else _SILU_DOWN_ROWS)
     launch = start(gpu, kernel, n, k, top_k, rows, held=4 * k).arg_ptr(gate_out).arg_ptr(up_out)
-    _tables(launch, down)
+    add_tables(launch, down)
     launch.arg_ptr(output).arg_ptr(expert_indices).arg_ptr(sh_gate_in).arg_ptr(sh_up_in)
-    _shared(launch, sh_down)
+    add_shared(launch, sh_down)
     launch.arg_ptr(sh_down_out).arg_u32(n).arg_u32(k).arg_u32(top_k).launch(stream)

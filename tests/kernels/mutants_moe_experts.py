@@ -38,7 +38,7 @@ _Z_CU = "spark_expert_project(A, to, expert_indices, blockIdx.y, blockIdx.z / 2u
 _UP_ROWS_CU = "const bool up = blockIdx.z % 2u != 0u;"
 _OUTPUTS_CU = "n - static_cast<unsigned>(first) < OUTPUTS ? n - static_cast<unsigned>(first) : OUTPUTS;"
 _PROJECT_CU = "(row, weights, (routed ? to.out : to.sh_out) + at * n, n, k);\n}\n\n// silu"
-_SHARED_DOWN_CU = "(routed ? gate : sh_gate) + at * k, (routed ? up : sh_up) + at * k, k);"
+_SHARED_DOWN_CU = "(routed ? gate : sh_gate) + at * k, (routed ? up : sh_up) + at * k, k, limit);"
 _TURNS_CU = "for (; chunk < chunks; chunk += SPARK_WARP) {"
 
 # The kernels for one row: what stands before their own line of the grid.
@@ -130,10 +130,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _DOWN,
         "gate and up swapped",
-        cu=Patch(_CUH, "spark_gated(g[word], u[word], values);", "spark_gated(u[word], g[word], values);"),
+        cu=Patch(
+            _CUH, "spark_gated(g[word], u[word], values, limit);", "spark_gated(u[word], g[word], values, limit);"
+        ),
         py=Patch(_NVFP4_PY, "list(gated(gate, up))", "list(gated(up, gate))"),
     ),
-    _cu(_DOWN, "the shared expert on the first routed row", _CUH, _SHARED_DOWN_CU, "gate + at * k, up + at * k, k);"),
+    _cu(
+        _DOWN,
+        "the shared expert on the first routed row",
+        _CUH,
+        _SHARED_DOWN_CU,
+        "gate + at * k, up + at * k, k, limit);",
+    ),
     _cu(_DOWN, "second quarter of each half staged twice", _CUH, _STAGE_CU, "to[chunks] = to[0];"),
     Mutant(
         _DOWN,
@@ -174,14 +182,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "the routed activations of the first row",
         _CUH,
         _SHARED_DOWN_CU,
-        "routed ? gate + slot * k : sh_gate + at * k, (routed ? up : sh_up) + at * k, k);",
+        "routed ? gate + slot * k : sh_gate + at * k, (routed ? up : sh_up) + at * k, k, limit);",
     ),
     _cu(
         _DOWN_ROWS,
         "up of the slot before",
         _CUH,
         _SHARED_DOWN_CU,
-        "(routed ? gate : sh_gate) + at * k, (routed ? up : sh_up) + (at > 0u ? at - 1u : 0u) * k, k);",
+        "(routed ? gate : sh_gate) + at * k, (routed ? up : sh_up) + (at > 0u ? at - 1u : 0u) * k, k, limit);",
     ),
     Mutant(
         _FP8_GATE_UP,
@@ -232,7 +240,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _FP8_DOWN,
         "gate and up swapped",
-        cu=Patch(_CUH, "spark_gated(g[word], u[word], values);", "spark_gated(u[word], g[word], values);"),
+        cu=Patch(
+            _CUH, "spark_gated(g[word], u[word], values, limit);", "spark_gated(u[word], g[word], values, limit);"
+        ),
         py=Patch(_FP8_PY, "list(gated(gate, up))", "list(gated(up, gate))"),
     ),
     _cu(_FP8_GATE_UP_ROWS, "the activations of the first row", _CUH, _ROW_CU, "const SparkRow row = {a};"),
@@ -256,14 +266,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "the routed activations of the first row",
         _CUH,
         _SHARED_DOWN_CU,
-        "routed ? gate + slot * k : sh_gate + at * k, (routed ? up : sh_up) + at * k, k);",
+        "routed ? gate + slot * k : sh_gate + at * k, (routed ? up : sh_up) + at * k, k, limit);",
     ),
     _cu(
         _FP8_DOWN_ROWS,
         "the shared up of the first row",
         _CUH,
         _SHARED_DOWN_CU,
-        "(routed ? gate : sh_gate) + at * k, routed ? up + at * k : sh_up, k);",
+        "(routed ? gate : sh_gate) + at * k, routed ? up + at * k : sh_up, k, limit);",
     ),
     _cu(_GEMV, "the first row for all", _GEMV_CU, "A + slot * input_stride", "A"),
     _cu(_GEMV, "rows of K elements", _GEMV_CU, "A + slot * input_stride", "A + slot * (input_stride != 0u ? K : 0u)"),

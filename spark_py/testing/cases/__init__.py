@@ -36,6 +36,8 @@ from . import (
     residual_add,
     rms_norm_vanilla,
     rope,
+    spark_moe_expert_mxfp4,
+    spark_moe_expert_silu_down_clamped,
     spark_moe_rows,
     spark_moe_shared_expert_fused_fp8,
     spark_moe_silu_mul_clamped,
@@ -99,6 +101,8 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "gemv_fp8w": gemv_fp8w.CASES,
     "w8a16_gemv": w8a16_gemv.CASES,
     "spark_mxfp4_gemv": spark_mxfp4_gemv.CASES,
+    "spark_moe_expert_mxfp4": spark_moe_expert_mxfp4.CASES,
+    "spark_moe_expert_silu_down_clamped": spark_moe_expert_silu_down_clamped.CASES,
 }
 
 

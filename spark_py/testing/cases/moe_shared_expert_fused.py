@@ -144,12 +144,16 @@ def project_bounds(flavour: Flavour) -> Mapping[str, Bound]:
     }
 
 
-def down_bounds(flavour: Flavour, shared: bool = True) -> Mapping[str, Bound]:
-    """Of the down projection; `shared`: of a kernel with a shared expert."""
+def down_bounds(
+    flavour: Flavour,
+    shared: bool = True,
+    activation: Callable[[Call, Array, Array], Any] = lambda c, gate, up: gated(gate, up),
+) -> Mapping[str, Bound]:
+    """Of the down projection; `shared`: of a kernel with a shared expert. `activation` of a gate and an up, in FP64."""
 
     def routed(slack: Callable[[int], float] | None) -> Callable[[Call], Any]:
         return lambda c: (
-            routed_slots(flavour, c, gated(c.gate_out, c.up_out), "", slack)
+            routed_slots(flavour, c, activation(c, c.gate_out, c.up_out), "", slack)
             + (0.0 if slack is None else routed_slots(flavour, c, SILU_FLOOR * f64(c.up_out), "", lambda k: 1.0))
         )
 
@@ -157,7 +161,7 @@ def down_bounds(flavour: Flavour, shared: bool = True) -> Mapping[str, Bound]:
         def value(c: Call) -> Any:
             weight = flavour.alone(c, "sh_down")
             floor = 0.0 if slack is None else _alone_rows(c, SILU_FLOOR * f64(c.sh_up_in), weight, lambda k: 1.0)
-            return _alone_rows(c, gated(c.sh_gate_in, c.sh_up_in), weight, slack) + floor
+            return _alone_rows(c, activation(c, c.sh_gate_in, c.sh_up_in), weight, slack) + floor
 
         return value
 
