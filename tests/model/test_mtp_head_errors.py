@@ -240,7 +240,7 @@ def test_an_arena_of_another_model_is_refused(gpu: GpuBackend, rng: np.random.Ge
 
 @pytest.mark.parametrize("offset", [0, 49152 + 200], ids=["picked id", "metadata"])
 def test_a_region_that_someone_holds_is_not_written(gpu: GpuBackend, rng: np.random.Generator, offset: int) -> None:
-    rig = make_rig(gpu, rng)
+    rig = make_rig(gpu, rng, levers=ModelLevers(propose_graph=False))
     state = rig.state()
     with (
         rig.ctx.buffers.lease(ScratchRegion("someone", offset, 64)),

@@ -18,15 +18,15 @@ from ...layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
 from ...row_policy import rows_to_keep
 from ...weight_map import QuantizedWeight
 from .diagnostics import log_shadow_topk, log_stage_norms, stage_norms
-from .forward_batch import MtpHeadForwardBatch
 from .grammar import masks_per_draft
 from .new import BF16_BYTES, KV_BLOCK_SIZE, log
+from .propose_graph import MtpHeadProposeGraph
 from .types import MtpProposerState, MtpSnapshot
 
 __all__ = ["MtpHead"]
 
 
-class MtpHead(MtpHeadForwardBatch, DraftProposer):
+class MtpHead(MtpHeadProposeGraph, DraftProposer):
     """A Qwen3-Next, 3.5 or 3.6 MTP module that drafts. See MtpHeadNew for the constructor, DraftProposer for the rest.
 
     A state belongs to the head that made it. What raises leaves it as it was, blocks included.
@@ -131,6 +131,13 @@ class MtpHead(MtpHeadForwardBatch, DraftProposer):
             self._ensure_blocks(own, own.seq_len + len(masks))
             self.last_conf, self._deferred = 1.0, False
             own.base_pair_key = own.last_pair_key
+            if grammar_bitmask is None:
+                chained = self._propose_on_device(
+                    token, target_hidden, start, drafts_wanted, own, ctx, stream, draft_embed_target
+                )
+                if chained is not None:
+                    own.last_num_drafted = drafts_wanted
+                    return chained
             drafts: list[int] = []
             cur_token, cur_hidden = token, target_hidden
             for i, mask in enumerate(masks):
@@ -239,11 +246,6 @@ class MtpHead(MtpHeadForwardBatch, DraftProposer):
         row_bytes, gates = self.h * BF16_BYTES, ctx.buffers.ssm_gates()
         if hidden < gates.offset(n * row_bytes) and gates < hidden.offset(row_bytes):
             raise InvalidArgumentError(name, hidden, "another buffer than ssm_gates, where all rows are gathered first")
-
-    def _chain_hidden(self, ctx: ForwardContext) -> DevicePtr:
-        """The hidden row from which the next draft goes on: the drafter's residual stream, or what it is after the
-        final norm."""
-        return ctx.buffers.norm_output() if self.levers.chain_postnorm else ctx.buffers.hidden_states()
 
     def _log_draft(self, position: int, ctx: ForwardContext, stream: StreamLike, row: int = 0, rows: int = 1) -> None:
         if self.levers.shadow_topk:
