@@ -220,8 +220,8 @@ def test_only_a_modules_own_blocks_are_written(gpu: GpuBackend, rng: np.random.G
     assert changed == [[3], [3], [1, 2]]
 
 
-def test_modules_in_fp8_and_nvfp4_are_fed_too(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    """Rows go through the whole body, so that no format needs a scratch of its own."""
+def test_modules_in_fp8_are_fed_too(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    """Rows go through the whole body, so that a format without a prefill of its own is fed too."""
     rig = make_multi(gpu, rng, 2, policy=RowPolicy.VERIFIED, refeed=True, quant=MtpQuantization.FP8)
     text, state, fresh = Text(rig, rng, 20), rig.state(), rig.state()
     assert text.prefill(state) == 19

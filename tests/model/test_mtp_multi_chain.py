@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spark_py.model.batched_speculative import BatchedSpeculativeDecoder
 from spark_py.model.checkpoint import open_checkpoint
 from spark_py.model.layers import mtp_multi, mtp_multi_rows, mtp_multi_state
 from spark_py.model.layers.mtp_head import MtpHead
@@ -135,6 +136,9 @@ def test_greedy_tokens_are_those_of_the_plain_run(
             assert len(result.stats.drafted_at) == min(num_drafts, 3)
             accepted += result.stats.accepted
         assert accepted > 0
+        batched = BatchedSpeculativeDecoder(target, head, 3, levers=levers).generate_all([prompt, prompt[5:]], 30)
+        assert batched[0].tokens == plain.tokens[:30]
+        assert batched[1].tokens == SpeculativeDecoder(target, None, 0).generate(prompt[5:], 30).tokens
         for module in head.modules:
             assert module.kv_cache.num_free_blocks() == module.kv_cache.num_blocks()
 
