@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""DeepSeek-V4's decoder layer without a compressor, on this project's kernels: layers 0, 1 and the body of the MTP."""
+
+from __future__ import annotations
+
+from .attention import V4Attention, V4AttentionShape, V4AttentionWeights
+
+__all__ = ["V4Attention", "V4AttentionShape", "V4AttentionWeights"]
