@@ -4,5 +4,13 @@
 from __future__ import annotations
 
 from .attention import V4Attention, V4AttentionShape, V4AttentionWeights
+from .hyper import V4HyperConnections, V4HyperShape, V4HyperWeights
 
-__all__ = ["V4Attention", "V4AttentionShape", "V4AttentionWeights"]
+__all__ = [
+    "V4Attention",
+    "V4AttentionShape",
+    "V4AttentionWeights",
+    "V4HyperConnections",
+    "V4HyperShape",
+    "V4HyperWeights",
+]
