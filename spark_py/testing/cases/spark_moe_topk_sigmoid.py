@@ -102,18 +102,23 @@ def rising(rng: np.random.Generator, rows: int, experts: int, n_group: int) -> L
     return _grid(rng, rows, experts), np.full(experts, -0.75, F32)
 
 
+@_clear
 def paired(rng: np.random.Generator, rows: int, experts: int, n_group: int) -> Logits:
-    """As unbiased, with the two best of each group 32 experts apart, where a group is wide enough."""
-    logits, bias = unbiased(rng, rows, experts, n_group)
-    size = experts // n_group
+    """As unbiased; where groups have more than 32 experts, one has the two best, 32 apart, and else the worst: without
+    the second of the two it is the last of the groups."""
+    logits, size = _grid(rng, rows, experts), experts // n_group
+    if n_group == 1 or size <= 32:
+        return logits, None
     for row in logits:
-        for start in range(0, experts, size) if size > 32 else ():
-            run = np.sort(row[start : start + size])
-            at = int(rng.integers(size - 32))
-            rest = np.delete(np.arange(start, start + size), [at, at + 32])
-            row[[start + at, start + at + 32]] = run[[-1, -2]]
-            row[rest] = rng.permutation(run[:-2])
-    return logits, bias
+        order = np.sort(row)
+        group = int(rng.integers(n_group)) * size
+        at = group + int(rng.integers(size - 32))
+        own = np.setdiff1d(np.arange(group, group + size), [at, at + 32])
+        others = np.setdiff1d(np.arange(experts), np.arange(group, group + size))
+        row[[at, at + 32]] = order[[-1, -2]]
+        row[own] = rng.permutation(order[: size - 2])
+        row[others] = rng.permutation(order[size - 2 : -2])
+    return logits, None
 
 
 def apart(rng: np.random.Generator, rows: int, experts: int, n_group: int) -> Logits:
