@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from .attention import V4Attention, V4AttentionShape, V4AttentionWeights
 from .hyper import V4HyperConnections, V4HyperShape, V4HyperWeights
+from .layer import FeedForward, V4Layer, V4LayerWeights
 
 __all__ = [
+    "FeedForward",
     "V4Attention",
     "V4AttentionShape",
     "V4AttentionWeights",
     "V4HyperConnections",
     "V4HyperShape",
     "V4HyperWeights",
+    "V4Layer",
+    "V4LayerWeights",
 ]
