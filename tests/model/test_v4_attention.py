@@ -11,6 +11,7 @@ import pytest
 
 from spark_py.model.layers.deepseek_v4 import V4Attention, V4AttentionShape
 from spark_py.model.weight_map import DenseWeight
+from spark_py.ops.dense_gemv_bf16_batchm import MAX_ROWS
 from spark_py.runtime.errors import CapacityError, InvalidArgumentError, KernelSetError, ReleasedError, UnsupportedError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
 from spark_py.runtime.kv_cache import KvCacheConfig, KvCacheDtype, PagedKvCache
@@ -19,7 +20,8 @@ from tests.model.mtp_forms import hide
 from tests.model.v4_support import BLOCK, SHAPE, Pages, attention_of, draw_weights, make_cache, to_device
 
 WINDOW = SHAPE.window
-LENGTHS = [1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW]
+LENGTHS = [3 * WINDOW, 1, WINDOW + 1, WINDOW - 1, WINDOW]
+"""The longest first: sequences end in rows other than the first of those that are decoded together."""
 
 
 def last_outputs(
@@ -71,19 +73,25 @@ def test_decode_gives_the_models_attention(
 def test_rows_have_the_same_bits_alone_and_together(gpu: GpuBackend, rng: np.random.Generator) -> None:
     """Also over other block tables: `last_outputs` scatters anew."""
     host, inputs = draw(rng)
-    together = last_outputs(gpu, rng, host, inputs[:4], together=True)
-    alone = last_outputs(gpu, rng, host, inputs[:4], together=False)
+    together = last_outputs(gpu, rng, host, inputs[1:], together=True)
+    alone = last_outputs(gpu, rng, host, inputs[1:], together=False)
     for a, b in zip(together, alone, strict=True):
         assert_same_bits(a, b)
+
+
+def test_more_rows_than_a_gemv_takes_are_decoded_together(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    host, inputs = draw_weights(rng), [normal(rng, 2, SHAPE.hidden_size) for _ in range(MAX_ROWS + 2)]
+    for rows, output in zip(inputs, last_outputs(gpu, rng, host, inputs, together=True), strict=True):
+        assert relative_l2(output, attention_of(rows, host)) < 2.0**-6
 
 
 def test_a_set_without_the_kernel_for_several_rows_gives_the_same_bits(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, inputs = draw(rng)
-    fast = last_outputs(gpu, rng, host, inputs[:4], together=True)
+    fast = last_outputs(gpu, rng, host, inputs[1:], together=True)
     hide(monkeypatch, gpu, "dense_gemv_bf16_batchm")
-    for a, b in zip(fast, last_outputs(gpu, rng, host, inputs[:4], together=True), strict=True):
+    for a, b in zip(fast, last_outputs(gpu, rng, host, inputs[1:], together=True), strict=True):
         assert_same_bits(a, b)
 
 
@@ -103,13 +111,13 @@ def test_a_missing_kernel_is_an_error_and_nothing_stays(
 def test_only_differences_of_positions_count(gpu: GpuBackend, rng: np.random.Generator) -> None:
     """A cache may begin at any position: the output is turned back by the row's own."""
     host, inputs = draw(rng)
-    got = last_outputs(gpu, rng, host, inputs[3:4], together=True, first_position=1000)[0]
-    assert relative_l2(got, attention_of(inputs[3], host)) < 2.0**-6
+    got = last_outputs(gpu, rng, host, inputs[2:3], together=True, first_position=1000)[0]
+    assert relative_l2(got, attention_of(inputs[2], host)) < 2.0**-6
 
 
 def test_misreadings_of_the_model_are_far_off(gpu: GpuBackend, rng: np.random.Generator) -> None:
     host, inputs = draw(rng)
-    got, rows = last_outputs(gpu, rng, host, inputs[3:4], together=True)[0], inputs[3]
+    got, rows = last_outputs(gpu, rng, host, inputs[2:3], together=True)[0], inputs[2]
     near = relative_l2(got, attention_of(rows, host))
     plus_one = {name: host[name] + np.ones_like(host[name]) for name in ("q_norm", "kv_norm")}
     wrong = {

@@ -23,7 +23,8 @@ from tests.model.v4_hyper_support import HYPER, Site, post_of, pre_of
 from tests.model.v4_support import SHAPE, Pages, attention_of, draw_weights, make_cache, to_device
 
 H, S, WINDOW = HYPER.hidden_size, HYPER.hc_mult, SHAPE.window
-LENGTHS = [1, WINDOW + 1, 2 * WINDOW]
+LENGTHS = [2 * WINDOW, WINDOW + 1, 1]
+"""The longest first: sequences end in rows other than the first of those that are decoded together."""
 
 
 @dataclass(frozen=True)
