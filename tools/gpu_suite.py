@@ -45,6 +45,8 @@ TREES = (
 CPU_ROOMS = ("--ignore=tests/emulator", "--ignore=tests/tools")
 """Tests that take minutes of a CPU and have no use for a GPU."""
 _DEMO_COLUMNS = (
+    "quantization",
+    "drafter_prefill",
     "num_drafts",
     "row_policy",
     "refeed",
