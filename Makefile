@@ -11,14 +11,15 @@ MUTANTS := tests/kernels/test_mutants.py
 GPU_OUTPUT ?= docs/gpu
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test emulated mutants lint types check format gpu clean
+.PHONY: help demo test emulated deep lint types check format gpu clean
 
 help:
 	@echo 'make demo    run the demo (installs the base package)'
 	@echo 'make test    run the tests without a GPU (installs the cuda12 and test extras)'
 	@echo 'make emulated   the kernel tests alone, with the .cu files compiled for the CPU, fast and checked'
 	@echo '                (needs g++ 12 or newer; in make test)'
-	@echo 'make mutants    every deliberate fault in a .cu file is compiled, run and noticed (needs g++ 12 or newer)'
+	@echo 'make deep    what make test leaves out: each deliberate fault in a .cu file run and noticed, every kernel in several'
+	@echo '             orders of its threads, every architecture (needs g++ 12 or newer)'
 	@echo 'make lint    ruff: rules and format        make types   mypy --strict'
 	@echo 'make check   lint, types and test          make format  let ruff rewrite'
 	@echo 'make gpu     run tests, compute-sanitizer and benchmark on a GPU, results in $(GPU_OUTPUT)'
@@ -28,7 +29,7 @@ demo: $(VENV)/.base
 	$(BIN)/spark-py demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --deselect $(MUTANTS)::test_a_wrong_kernel_compiles
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not deep"
 	@if $(HAS_COMPILER); then $(MAKE) --no-print-directory emulated; \
 	  else echo 'no C++ compiler: the .cu files were not run on the CPU; spark-py doctor has the cure'; fi
 
@@ -36,8 +37,8 @@ emulated: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated --deselect $(MUTANTS) tests/kernels
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked --deselect $(MUTANTS) tests/kernels
 
-mutants: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(MUTANTS)::test_a_wrong_kernel_compiles
+deep: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m deep
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked $(MUTANTS)
 
 lint: $(VENV)/.dev

@@ -42,6 +42,7 @@ def ordered(request: pytest.FixtureRequest) -> Iterator[GpuBackend]:
         yield gpu
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_passes_its_check_in_any_order(name: str, ordered: GpuBackend, rng: np.random.Generator) -> None:
     CHECKS[name](ordered, rng)

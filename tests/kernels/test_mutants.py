@@ -103,6 +103,7 @@ def test_the_check_notices_a_wrong_kernel(
         gpu.sweep_unreleased()
 
 
+@pytest.mark.deep
 @pytest.mark.host_only("elsewhere the mutant is compiled to be run")
 @pytest.mark.parametrize("mutant", CU_MUTANTS, ids=str)
 def test_a_wrong_kernel_compiles(mutant: Mutant, tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def card(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy", "refeed"), [("refeed", RowPolicy.VERIFIED, True), ("seed", RowPolicy.SEED, False)]
+    ("name", "policy", "refeed"),
+    [("refeed", RowPolicy.VERIFIED, True), pytest.param("seed", RowPolicy.SEED, False, marks=pytest.mark.deep)],
 )
 def test_acceptance_is_what_the_card_says(
     gpu: GpuBackend,
