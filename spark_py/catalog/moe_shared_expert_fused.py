@@ -24,6 +24,7 @@ ACTIVATION_BYTES = 4
 BLOCK_TEXT = "(128, 1, 1)"
 
 Rows = Callable[[Call], "tuple[int, ...]"]
+Projection = Callable[[str], "tuple[ParamSpec, ...]"]
 
 
 def one(c: Call) -> tuple[int, ...]:
@@ -151,25 +152,30 @@ def shared_row(name: str, access: Any, rows: Rows, width: str) -> ParamSpec:
     return pointer(name, "bf16", access, lambda c: (*rows(c), getattr(c, width)), align=align)
 
 
+def gate_up_params(rows: Rows, routed_of: Projection, shared_of: Projection) -> tuple[ParamSpec, ...]:
+    """Parameters of a gate/up launch: `routed_of` and `shared_of` give those of a projection in the experts' format."""
+    return (
+        shared_row("A", "r", rows, "K"),
+        *routed_of("gate_"),
+        slots("gate_out", "w", rows, "N"),
+        *routed_of("up_"),
+        slots("up_out", "w", rows, "N"),
+        indices(rows),
+        *shared_of("sh_gate"),
+        shared_row("sh_gate_out", "w", rows, "N"),
+        *shared_of("sh_up"),
+        shared_row("sh_up_out", "w", rows, "N"),
+        u32("N"),
+        u32("K"),
+        u32("top_k"),
+    )
+
+
 def _gate_up_spec(function: str, rows: Rows) -> KernelSpec:
     return KernelSpec(
         module="moe_shared_expert_fused",
         function=function,
-        params=(
-            shared_row("A", "r", rows, "K"),
-            *tables("gate_"),
-            slots("gate_out", "w", rows, "N"),
-            *tables("up_"),
-            slots("up_out", "w", rows, "N"),
-            indices(rows),
-            *_shared("sh_gate"),
-            shared_row("sh_gate_out", "w", rows, "N"),
-            *_shared("sh_up"),
-            shared_row("sh_up_out", "w", rows, "N"),
-            u32("N"),
-            u32("K"),
-            u32("top_k"),
-        ),
+        params=gate_up_params(rows, tables, _shared),
         grid_text="(ceil(N / 8), top_k + 1, 2)" if rows is one else "(ceil(N / 8), rows, 2 * (top_k + 1))",
         block_text=BLOCK_TEXT,
         geometry=geometry(rows, 2),
