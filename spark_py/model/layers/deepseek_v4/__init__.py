@@ -6,15 +6,36 @@ from __future__ import annotations
 from .attention import V4Attention, V4AttentionShape, V4AttentionWeights
 from .hyper import V4HyperConnections, V4HyperShape, V4HyperWeights
 from .layer import FeedForward, V4Layer, V4LayerWeights
+from .projection import V4Projection, V4Weight
+from .weights import (
+    V4BlockWeights,
+    V4ExpertWeights,
+    V4FfnShape,
+    V4FfnWeights,
+    V4MtpWeights,
+    V4RouterWeights,
+    V4Shapes,
+    V4TargetWeights,
+)
 
 __all__ = [
     "FeedForward",
     "V4Attention",
     "V4AttentionShape",
     "V4AttentionWeights",
+    "V4BlockWeights",
+    "V4ExpertWeights",
+    "V4FfnShape",
+    "V4FfnWeights",
     "V4HyperConnections",
     "V4HyperShape",
     "V4HyperWeights",
     "V4Layer",
     "V4LayerWeights",
+    "V4MtpWeights",
+    "V4Projection",
+    "V4RouterWeights",
+    "V4Shapes",
+    "V4TargetWeights",
+    "V4Weight",
 ]

@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import TracebackType
 
-from ....ops.dense_gemv_bf16_batchm import MAX_ROWS, dense_gemv_batchm
-from ....ops.gemv import dense_gemv
 from ....ops.rms_norm_vanilla import rms_norm
 from ....ops.spark_v4_grouped_gemv import spark_v4_grouped_gemv
 from ....ops.spark_v4_paged_decode import spark_v4_paged_decode, spark_v4_paged_decode_fp8
@@ -28,6 +26,7 @@ from ....runtime.kv_cache import KvCacheDtype, KvScales, PagedKvCache
 from ....runtime.sizes import count
 from ...layer import AttnMetadataDev
 from ...weight_map import DenseWeight
+from .projection import V4Projection, V4Weight
 from .scratch import OwnedBuffers
 
 __all__ = ["V4Attention", "V4AttentionShape", "V4AttentionWeights"]
@@ -86,19 +85,20 @@ class V4AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class V4AttentionWeights:
-    """BF16, under the checkpoint's names; h hidden_size, n heads of d, r q_lora_rank, g groups of l = o_lora_rank.
+    """Under the checkpoint's names; h hidden_size, n heads of d, r q_lora_rank, g groups of l = o_lora_rank.
 
     wq_a [r, h], q_norm [r], wq_b [n * d, r], wkv [d, h], kv_norm [d], wo_a [g * l, n * d / g], wo_b [h, g * l]; norms
-    are used as they are. attn_sink is the address of FP32 [n].
+    are used as they are. attn_sink is the address of FP32 [n]. Norms and wo_a, which is one launch for all groups, are
+    BF16; each other matrix has a format of its own.
     """
 
-    wq_a: DenseWeight
+    wq_a: V4Weight
     q_norm: DenseWeight
-    wq_b: DenseWeight
-    wkv: DenseWeight
+    wq_b: V4Weight
+    wkv: V4Weight
     kv_norm: DenseWeight
     wo_a: DenseWeight
-    wo_b: DenseWeight
+    wo_b: V4Weight
     attn_sink: DevicePtr
 
     def check(self, shape: V4AttentionShape, name: str) -> None:
@@ -139,8 +139,16 @@ class V4Attention:
         weights.check(shape, name)
         self._check_cache()
         narrow = "_fp8" if self._fp8 else ""
-        self._gemv_k = gpu.kernel("gemv", "dense_gemv_bf16")
-        self._gemv_rows_k = gpu.try_kernel("dense_gemv_bf16_batchm", "dense_gemv_bf16_batchm")
+        o_rows = shape.o_groups * shape.o_lora_rank
+        self._wq_a, self._wq_b, self._wkv, self._wo_b = (
+            V4Projection(getattr(weights, part), n, k, gpu, f"{name}.{part}")
+            for part, n, k in (
+                ("wq_a", shape.q_lora_rank, shape.hidden_size),
+                ("wq_b", shape.q_size, shape.q_lora_rank),
+                ("wkv", shape.head_dim, shape.hidden_size),
+                ("wo_b", shape.hidden_size, o_rows),
+            )
+        )
         self._norm_k = gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
         self._q_norm_rope_k = gpu.kernel("spark_v4_qkv", "spark_v4_q_norm_rope")
         self._assemble_k = gpu.kernel("spark_v4_qkv", f"spark_v4_kv_assemble{narrow}")
@@ -151,7 +159,7 @@ class V4Attention:
             "q": shape.q_size,
             "kv": shape.head_dim,
             "heads_out": shape.q_size,
-            "o_latent": shape.o_groups * shape.o_lora_rank,
+            "o_latent": o_rows,
         }
         sizes = {buffer: elements * _BF16 for buffer, elements in row_elements.items()}
         self._scratch = OwnedBuffers(gpu, name, max_rows, sizes)
@@ -190,9 +198,9 @@ class V4Attention:
     def _queries(self, x: DevicePtr, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
         shape, weights, gpu = self.shape, self.weights, self.gpu
         latent, q, rank = self._scratch["q_latent"], self._scratch["q"], shape.q_lora_rank
-        self._gemv(x, weights.wq_a, latent, rank, shape.hidden_size, rows, stream)
+        self._wq_a.run(x, latent, rows, stream)
         rms_norm(gpu, self._norm_k, latent, weights.q_norm, latent, rows, rank, shape.norm_eps, stream)
-        self._gemv(latent, weights.wq_b, q, shape.q_size, rank, rows, stream)
+        self._wq_b.run(latent, q, rows, stream)
         spark_v4_q_norm_rope(
             gpu, self._q_norm_rope_k, q, meta.positions, rows, shape.num_heads, shape.head_dim, shape.rope_dim,
             shape.norm_eps, shape.rope_theta, stream,
@@ -200,7 +208,7 @@ class V4Attention:
 
     def _write_row(self, x: DevicePtr, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
         shape, kv = self.shape, self._scratch["kv"]
-        self._gemv(x, self.weights.wkv, kv, shape.head_dim, shape.hidden_size, rows, stream)
+        self._wkv.run(x, kv, rows, stream)
         assemble = spark_v4_kv_assemble_fp8 if self._fp8 else spark_v4_kv_assemble
         assemble(
             self.gpu, self._assemble_k, kv, self.weights.kv_norm, meta.positions,
@@ -224,26 +232,7 @@ class V4Attention:
             self.gpu, self._grouped_k, self._scratch["heads_out"], self.weights.wo_a, latent, rows, shape.o_groups,
             shape.o_lora_rank, shape.group_size, stream,
         )  # fmt: skip
-        self._gemv(
-            latent, self.weights.wo_b, output, shape.hidden_size, shape.o_groups * shape.o_lora_rank, rows, stream
-        )
-
-    def _gemv(
-        self, x: DevicePtr, weight: DenseWeight, y: DevicePtr, n: int, k: int, rows: int, stream: StreamLike
-    ) -> None:
-        """y [rows, n] = x [rows, k] . weight [n, k] transposed; several rows read the weight once where the set can."""
-        if self._gemv_rows_k and rows > 1:
-            for first in range(0, rows, MAX_ROWS):
-                m, source, target = (
-                    min(MAX_ROWS, rows - first),
-                    x.offset(first * k * _BF16),
-                    y.offset(first * n * _BF16),
-                )
-                dense_gemv_batchm(self.gpu, self._gemv_rows_k, source, weight, target, m, n, k, n, stream)
-            return
-        for row in range(rows):
-            source, target = x.offset(row * k * _BF16), y.offset(row * n * _BF16)
-            dense_gemv(self.gpu, self._gemv_k, source, weight, target, n, k, stream)
+        self._wo_b.run(latent, output, rows, stream)
 
     def release(self) -> None:
         """Free the scratch; a second call does nothing. Weights and cache stay."""
