@@ -102,7 +102,13 @@ class ConfigReader:
         return value
 
     def number(
-        self, name: str, *, least: float, nested: tuple[str, Mapping[str, Any]] | None = None, above: bool = False
+        self,
+        name: str,
+        *,
+        least: float,
+        nested: tuple[str, Mapping[str, Any]] | None = None,
+        above: bool = False,
+        default: float | None = None,
     ) -> float:
         """A finite number of at least `least` (greater with `above`), from the table `nested` or else from the file."""
         value, where = self._get(name), name
@@ -112,6 +118,8 @@ class ConfigReader:
                 raise self.bad(name, value, f"{nested[0]}.{name} says {inner!r}")
             value, where = inner, f"{nested[0]}.{name}"
         if value is None:
+            if default is not None:
+                return default
             raise self.missing(*([f"{nested[0]}.{name}", name] if nested else [name]))
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.bad(where, value, "a finite number is needed")

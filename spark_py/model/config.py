@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""ModelConfig: what a Hugging Face config.json says of a Qwen3-Next, Qwen3.5 or Qwen3.6 text model.
+"""ModelConfig: what a Hugging Face config.json says of a text model of one of the families in MODEL_TYPES.
 
 Twin of `atlas_core::config::ModelConfig`; it satisfies the arena's BufferConfig. Sources: the `config.json` files of
-these models, `Qwen3NextConfig` and `Qwen3_5TextConfig` of transformers.
+these models, and their configuration classes in transformers.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..runtime.errors import ConfigError
+from ._config_deepseek_v4 import deepseek_v4_fields
+from ._config_qwen import FULL_ATTENTION, LINEAR_ATTENTION, qwen_fields
 from ._config_reader import ConfigReader
 
 __all__ = ["FULL_ATTENTION", "LINEAR_ATTENTION", "MODEL_TYPES", "ModelConfig"]
-
-FULL_ATTENTION = "full_attention"
-LINEAR_ATTENTION = "linear_attention"
 
 MODEL_TYPES = {
     "qwen3_next": "qwen3_next",
@@ -29,6 +28,7 @@ MODEL_TYPES = {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    "deepseek_v4": "deepseek_v4",
 }
 """model_type of a config.json, or of its text_config, and the family it stands for."""
 
@@ -80,12 +80,32 @@ class ModelConfig:
     shared_expert_intermediate_size: int = 0
     norm_topk_prob: bool = True
     num_mtp_modules: int = 0
+    scoring_func: str = "softmax"
+    use_routing_bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    use_qk_norm: bool = True
+    qk_norm_type: str = "per_head"
+    mtp_hidden_states_first: bool = False
 
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
+
+    sliding_window: int = 0
+    num_hash_layers: int = 0
+    routed_scaling_factor: float = 1.0
+    swiglu_limit: float = 0.0
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    o_groups: int = 0
+    o_lora_rank: int = 0
+    hc_mult: int = 0
+    hc_sinkhorn_iters: int = 0
+    hc_eps: float = 0.0
     # fmt: on
 
     unknown: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
@@ -93,12 +113,6 @@ class ModelConfig:
     # What no model of these families has; the arena asks for it.
     zero_expert_num: int = 0
     moe_latent_size: int = 0
-    kv_lora_rank: int = 0
-    q_lora_rank: int = 0
-    qk_rope_head_dim: int = 0
-    o_groups: int = 0
-    o_lora_rank: int = 0
-    hc_mult: int = 0
     hc_lowrank: int = 0
     index_n_heads: int = 0
     index_head_dim: int = 0
@@ -176,95 +190,35 @@ class ModelConfig:
         return 0
 
 
+_FAMILY_FIELDS: Mapping[str, Callable[[ConfigReader], dict[str, Any]]] = {"deepseek_v4": deepseek_v4_fields}
+"""Family of MODEL_TYPES -> what only it reads; the others are Qwen's."""
+
+
 def _read(cls: type[ModelConfig], r: ConfigReader) -> ModelConfig:
-    layers = r.positive("num_hidden_layers")
-    layer_types = _layer_types(r, layers)
-    linear = LINEAR_ATTENTION in layer_types
-    linear_field = r.positive if linear else r.count
-    sparse_step = r.positive("decoder_sparse_step", 1)
-    mlp_only = r.integers("mlp_only_layers", ())
-    # Layers that have experts, if there are any; then the file must say how many.
-    may = [i for i in range(layers) if r.family != "qwen3_5" and i not in mlp_only and (i + 1) % sparse_step == 0]
-    experts = r.count("num_experts") if may else 0
-    sparse = may if experts else []
-    # A field of a part that the model has must be there; of one that it has not, it may stay.
-    expert_field = r.positive if sparse else r.count
-    intermediate = r.positive("intermediate_size") if len(sparse) < layers else r.count("intermediate_size", 0)
-    rope = _rope(r)
     config = cls(
+        **_FAMILY_FIELDS.get(r.family, qwen_fields)(r),
         model_type=r.model_type,
         hidden_size=r.positive("hidden_size"),
         vocab_size=r.positive("vocab_size"),
-        num_hidden_layers=layers,
+        num_hidden_layers=r.positive("num_hidden_layers"),
         num_attention_heads=r.positive("num_attention_heads"),
         num_key_value_heads=r.positive("num_key_value_heads"),
         head_dim=r.positive("head_dim"),
         rms_norm_eps=r.number("rms_norm_eps", least=0.0),
-        rope_theta=rope[0],
-        partial_rotary_factor=rope[1],
-        rotary_dim_field=r.count("rotary_dim", 0),
-        mrope_interleaved=rope[2],
         ignore_modules=_ignore_modules(r),
-        intermediate_size=intermediate,
         max_position_embeddings=r.count("max_position_embeddings", 0),
-        attn_gated=r.flag("attn_output_gate", True),
         attention_bias=r.flag("attention_bias", False),
         tie_word_embeddings=r.flag("tie_word_embeddings", False, outer=True),
         hidden_act=r.text("hidden_act", "silu"),
         dtype=_dtype(r),
-        layer_types=layer_types,
-        mlp_only_layers=mlp_only,
-        decoder_sparse_step=sparse_step,
         eos_token_ids=r.integers("eos_token_id", (), outer=True),
         bos_token_id=r.optional_count("bos_token_id", outer=True),
-        num_experts=experts,
-        num_experts_per_tok=expert_field("num_experts_per_tok", *(() if sparse else (0,))),
-        moe_intermediate_size=expert_field("moe_intermediate_size", *(() if sparse else (0,))),
-        shared_expert_intermediate_size=r.count("shared_expert_intermediate_size", 0),
         norm_topk_prob=r.flag("norm_topk_prob", True),
         num_mtp_modules=r.first_count(("num_mtp_modules", "mtp_num_hidden_layers", "num_nextn_predict_layers"), 0),
-        linear_num_key_heads=linear_field("linear_num_key_heads", *(() if linear else (0,))),
-        linear_num_value_heads=linear_field("linear_num_value_heads", *(() if linear else (0,))),
-        linear_key_head_dim=linear_field("linear_key_head_dim", *(() if linear else (0,))),
-        linear_value_head_dim=linear_field("linear_value_head_dim", *(() if linear else (0,))),
-        linear_conv_kernel_dim=linear_field("linear_conv_kernel_dim", *(() if linear else (0,))),
         unknown=r.rest(),
     )
     _check(r, config)
     return config
-
-
-def _layer_types(r: ConfigReader, layers: int) -> tuple[str, ...]:
-    """The kind of each layer; from full_attention_interval where the file does not list them."""
-    interval = r.count("full_attention_interval", 0)
-    kinds = r.texts("layer_types", None)
-    if kinds is None:
-        if interval == 0:
-            raise r.missing("layer_types", "full_attention_interval")
-        kinds = tuple(LINEAR_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(layers))
-    if len(kinds) != layers:
-        raise r.bad("layer_types", len(kinds), f"one for each of the {layers} layers is needed")
-    for kind in kinds:
-        if kind not in (FULL_ATTENTION, LINEAR_ATTENTION):
-            raise r.bad("layer_types", kind, f"{FULL_ATTENTION} or {LINEAR_ATTENTION} is needed")
-    return kinds
-
-
-def _rope(r: ConfigReader) -> tuple[float, float, bool]:
-    """(rope_theta, partial_rotary_factor, mrope_interleaved), from rope_parameters or from the fields of older
-    files."""
-    nested = r.table("rope_parameters") or {}
-    scaling = r.table("rope_scaling") or {}
-    for name, table in (("rope_parameters", nested), ("rope_scaling", scaling)):
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in ("default", "mrope"):
-            raise r.bad(f"{name}.rope_type", kind, "only unscaled RoPE (default) is offered")
-    theta = r.number("rope_theta", least=0.0, nested=("rope_parameters", nested), above=True)
-    factor = r.number("partial_rotary_factor", least=0.0, nested=("rope_parameters", nested), above=True)
-    interleaved = nested.get("mrope_interleaved", scaling.get("mrope_interleaved", False))
-    if not isinstance(interleaved, bool):
-        raise r.bad("mrope_interleaved", interleaved, "true or false is needed")
-    return theta, factor, interleaved
 
 
 def _ignore_modules(r: ConfigReader) -> tuple[str, ...]:
