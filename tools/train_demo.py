@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Trains a demo checkpoint: a small Qwen3-Next with an MTP layer, on the standard library's own sources.
+"""Trains a demo checkpoint: a small model of a family, with what drafts for it, on the standard library's own sources.
 
     python tools/train_demo.py --output spark_py/demo_models/qwen3_next
     python tools/train_demo.py --output spark_py/demo_models/qwen3_next_moe --family qwen3_next_moe
@@ -31,8 +31,8 @@ import safetensors
 import tokenizers
 import torch
 from demo_training import card, corpus, evaluate, files
-from demo_training.model import DemoModel
-from demo_training.settings import FAMILIES, FOLDER_LIMIT, QUICK_FAMILIES, Settings
+from demo_training.base import DemoModel, build
+from demo_training.settings import FAMILIES, FOLDER_LIMITS, QUICK_FAMILIES, Settings
 from demo_training.train import PROMPT, Trainer
 
 
@@ -42,8 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         return verify_folder(args.output)
     if args.output.exists() and any(args.output.iterdir()):
         raise SystemExit(f"{args.output} is not empty; name a new folder, or empty it first")
-    if 2 * sum(p.numel() for p in DemoModel(settings).parameters()) > FOLDER_LIMIT:
-        raise SystemExit(f"these settings give more than {FOLDER_LIMIT} bytes of weights")
+    limit = FOLDER_LIMITS[settings.architecture]
+    if build(settings).checkpoint_bytes() > limit:
+        raise SystemExit(f"these settings give more than {limit} bytes of weights")
     args.output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = describe_corpus(sources, streams, args.stdlib_python or platform.python_version())
     print(f"corpus: Python {facts['python']}, files {facts['files']}, tokens {facts['tokens']}", flush=True)
 
-    model = DemoModel(settings)
+    model = build(settings)
     model.initialise(torch.Generator().manual_seed(settings.seed))
     trainer = train(model.to(device), streams, device)
     files.save(args.output, model, tokenizer)
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "versions": {m.__name__: m.__version__ for m in (torch, tokenizers, safetensors)},
         "corpus": facts,
+        "steps": trainer.done,
         "log": trainer.log,
     }
     saved = files.load_weights(args.output, settings)
@@ -101,14 +103,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--stdlib-python", metavar="VERSION", help="the version of --stdlib")
     parser.add_argument("--family", choices=list(FAMILIES), default="qwen3_next", help="default: %(default)s")
     group = parser.add_argument_group("settings", "defaults, of each family, are in demo_training/settings.py")
-    for name, default in dataclasses.asdict(Settings()).items():
+    options = {name: default for name, default in dataclasses.asdict(Settings()).items() if name != "architecture"}
+    for name, default in options.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=None, metavar="N")
     args = parser.parse_args(argv)
     if (args.stdlib is None) != (args.stdlib_python is None):
         parser.error("--stdlib and --stdlib-python go together")
     if args.stdlib is not None and not args.stdlib.is_dir():
         parser.error(f"--stdlib {args.stdlib}: no such folder")
-    chosen = {f.name: v for f in dataclasses.fields(Settings) if (v := getattr(args, f.name)) is not None}
+    chosen = {name: value for name in options if (value := getattr(args, name)) is not None}
     return args, dataclasses.replace((QUICK_FAMILIES if args.quick else FAMILIES)[args.family], **chosen)
 
 
@@ -145,7 +148,7 @@ def measure(model: DemoModel, prompts: list[corpus.Prompt], s: Settings, metrics
     metrics["distinct_four_grams"] = evaluate.distinct_four_grams(plain)
     metrics["prompts"] = [{"tokens": tokens} for tokens in plain]
     metrics["speculative"] = {}
-    for policy in evaluate.POLICIES:
+    for policy in model.policies:
         tallies = [evaluate.speculate(model, p.ids, s.new_tokens, s.drafts, 0, policy) for p in prompts]
         steps = sum(t.steps for t in tallies)
         accepted = [sum(t.accepted[j] for t in tallies) for j in range(s.drafts)]
@@ -157,7 +160,7 @@ def measure(model: DemoModel, prompts: list[corpus.Prompt], s: Settings, metrics
         }
         for row, tally in zip(metrics["prompts"], tallies, strict=True):
             row[policy] = {"steps": tally.steps, "accepted": tally.accepted}
-        if policy == evaluate.POLICIES[0]:
+        if policy == model.policies[0]:
             metrics["identical_to_greedy"] = sum(t.tokens == p for t, p in zip(tallies, plain, strict=True))
     return plain
 
@@ -170,7 +173,8 @@ def write(
     rows = [dataclasses.asdict(p) for p in prompts]
     (folder / "prompts.json").write_text(_rows_json({"licence": licence}, "prompts", rows), encoding="utf-8")
     weights = (folder / "model.safetensors").stat().st_size
-    parameters = sum(p.numel() for p in DemoModel(Settings(**metrics["settings"])).parameters())
+    settings = Settings(**metrics["settings"])
+    parameters = sum(p.numel() for p in build(settings).parameters())
     metrics["size"] = {"parameters": parameters, "weights_bytes": weights, "folder_bytes": 0}
     best = max(range(len(outputs)), key=lambda i: len(set(outputs[i])))
     readme = card.model_card(metrics, (prompts[best].text, tokenizer.decode(outputs[best])))
@@ -180,8 +184,9 @@ def write(
     for _ in range(3):  # the number is part of what it counts: 0, then as many digits as the last, then the last
         (folder / "metrics.json").write_text(_rows_json(rest, "prompts", rows), encoding="utf-8")
         metrics["size"]["folder_bytes"] = sum(p.stat().st_size for p in folder.iterdir())
-    if metrics["size"]["folder_bytes"] > FOLDER_LIMIT:
-        raise SystemExit(f"{folder} holds {metrics['size']['folder_bytes']} bytes, more than {FOLDER_LIMIT}")
+    limit = FOLDER_LIMITS[settings.architecture]
+    if metrics["size"]["folder_bytes"] > limit:
+        raise SystemExit(f"{folder} holds {metrics['size']['folder_bytes']} bytes, more than {limit}")
 
 
 def _rows_json(head: dict[str, Any], name: str, rows: list[dict[str, Any]]) -> str:

@@ -20,9 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))  # as when the script is run
 
 from demo_training import corpus, evaluate  # noqa: E402
-from demo_training.model import DemoModel, KvCache, MixtureOfExperts, balance  # noqa: E402
-from demo_training.settings import FAMILIES, FOLDER_LIMIT, QUICK, QUICK_FAMILIES  # noqa: E402
-from demo_training.train import CHAIN, PROMPT, Trainer, draft_outputs  # noqa: E402
+from demo_training.base import CHAIN, DemoModel, balance, build  # noqa: E402
+from demo_training.drafter import POLICIES  # noqa: E402
+from demo_training.qwen3_next import MixtureOfExperts  # noqa: E402
+from demo_training.settings import FAMILIES, FOLDER_LIMITS, QUICK, QUICK_FAMILIES  # noqa: E402
+from demo_training.train import PROMPT, Trainer  # noqa: E402
 
 SETTINGS = dataclasses.replace(
     QUICK, vocab=16, hidden=32, ffn=64, window=128, steps=40, distill_steps=10, lr=5e-3, dropout=0.0, validate_every=10
@@ -46,7 +48,7 @@ def noisy_stream(seed: int, length: int) -> Any:
 @pytest.fixture(scope="module", params=[SETTINGS, EXPERTS], ids=["dense", "experts"])
 def trainer(request: pytest.FixtureRequest) -> Trainer:
     torch.set_num_threads(1)  # products this small only wait for a second thread
-    model = DemoModel(request.param)
+    model = build(request.param)
     model.initialise(torch.Generator().manual_seed(7))
     prompts = noisy_stream(3, PROMPT * SETTINGS.validation_rows).view(-1, PROMPT)
     made = Trainer(model, noisy_stream(1, 20_000), noisy_stream(2, 2_000), prompts)
@@ -77,7 +79,7 @@ def prompt_ids(seed: int, length: int = 20) -> list[int]:
 @torch.no_grad()
 def test_cached_trunk_is_the_whole_one(model: DemoModel) -> None:
     ids = torch.tensor([prompt_ids(1, 40)])
-    cache = KvCache(model, SETTINGS.layers, 1, 40, torch.float32)
+    cache = model.cache(SETTINGS.layers, 1, 40, torch.float32)
     parts = [model.hidden(part, cache) for part in ids.split((13, 1, 4, 22), dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model.hidden(ids), rtol=1e-5, atol=1e-5)
 
@@ -87,9 +89,9 @@ def test_training_sees_the_chains_that_decoding_runs(model: DemoModel) -> None:
     """`draft_outputs` of a whole window equals, base by base, drafts chained on a cache (with the window's tokens)."""
     ids = prompt_ids(2, 30)
     hidden = model.hidden(torch.tensor([ids]))
-    together = draft_outputs(model, torch.tensor([ids]), hidden)
+    together = model.draft_outputs(torch.tensor([ids]), hidden)
     for base in range(len(ids) - CHAIN):
-        drafter = evaluate.Drafter(model, CHAIN, len(ids), "refeed")
+        drafter = model.drafter(CHAIN, len(ids), "refeed")
         if base:
             drafter.append(ids[1 : base + 1], hidden[0, :base], 1)
         state = hidden[0, base : base + 1]
@@ -102,9 +104,9 @@ def test_training_sees_the_chains_that_decoding_runs(model: DemoModel) -> None:
 def test_chains_at_some_bases_are_those_of_all(model: DemoModel) -> None:
     ids = torch.tensor([prompt_ids(3, 30), prompt_ids(4, 30)])
     hidden = model.hidden(ids)
-    whole = draft_outputs(model, ids, hidden)
+    whole = model.draft_outputs(ids, hidden)
     for bases in (slice(0, None, 4), slice(3, None, 4), slice(1, None, 2)):
-        for j, part in enumerate(draft_outputs(model, ids, hidden, bases)):
+        for j, part in enumerate(model.draft_outputs(ids, hidden, bases)):
             wanted = whole[j] if j == 0 else whole[j][:, bases]
             torch.testing.assert_close(part, wanted, rtol=1e-4, atol=1e-5)
 
@@ -152,7 +154,7 @@ def test_balance_is_that_of_transformers() -> None:
 
 
 def test_tensors_of_experts_are_taken_apart_and_put_together() -> None:
-    model, other = DemoModel(EXPERTS), DemoModel(EXPERTS)
+    model, other = build(EXPERTS), build(EXPERTS)
     model.initialise(torch.Generator().manual_seed(3))
     found = model.tensors()
     prefix = "mtp.layers.0.mlp.experts."
@@ -171,9 +173,9 @@ def test_tensors_of_experts_are_taken_apart_and_put_together() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_fits_the_limit(family: str) -> None:
-    """With 300 kB left for the tokenizer, prompts and numbers."""
-    weights = 2 * sum(p.numel() for p in DemoModel(FAMILIES[family]).parameters())
-    assert weights <= FOLDER_LIMIT - 300_000
+    """With 200 kB left for the tokenizer, prompts and numbers."""
+    settings = FAMILIES[family]
+    assert build(settings).checkpoint_bytes() <= FOLDER_LIMITS[settings.architecture] - 200_000
 
 
 def run_from_scratch(model: DemoModel, prompt: list[int], limit: int, drafts: int) -> evaluate.Tally:
@@ -183,7 +185,7 @@ def run_from_scratch(model: DemoModel, prompt: list[int], limit: int, drafts: in
     tally = evaluate.Tally([], 0, [0] * drafts)
     while len(text) - len(prompt) < limit:
         hidden = model.hidden(torch.tensor([text[:-1]]))[0]
-        drafter = evaluate.Drafter(model, drafts, len(text) + drafts, "refeed")
+        drafter = model.drafter(drafts, len(text) + drafts, "refeed")
         states = drafter.append(text[1:], hidden, 1)
         guesses = [int(model.draft_logits(states[-1]).argmax())]
         state = states[-1:]
@@ -213,7 +215,7 @@ def test_refed_speculation_equals_recomputation(model: DemoModel) -> None:
     assert lengths >= {0, 1, CHAIN}  # steps that accepted no draft, one, all
 
 
-@pytest.mark.parametrize("policy", evaluate.POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_output_is_greedy_whatever_rows_stay(model: DemoModel, policy: str) -> None:
     prompt = prompt_ids(5)
     plain = evaluate.greedy(model, prompt, 40, END)

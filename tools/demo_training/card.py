@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GOALS", "goals_met", "model_card", "summary"]
+from demo_training.base import family
+from demo_training.settings import Settings
+
+__all__ = ["GOALS", "Description", "experts_of", "goals_met", "model_card", "summary"]
 
 GOALS = {
     "first-draft acceptance": 0.72,
@@ -13,8 +17,26 @@ GOALS = {
     "teacher-forced first-draft agreement": 0.65,
     "distinct 4-grams of the output": 0.25,
 }
-"""The least that a shipped checkpoint reaches on held-out files. The last is there because a model that repeats one
-token has perfect acceptance."""
+"""The least that a shipped checkpoint reaches on held-out files, where its family names no other number. The last is
+there because a model that repeats one token has perfect acceptance."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A family's words for the model card. `model` follows "A small", `drafter` is the subject of "drafts for it",
+    `short` names it elsewhere, `architecture` is the class of transformers."""
+
+    model: str
+    drafter: str
+    short: str
+    shape: str
+    architecture: str
+    wider: str = ""
+    """What follows "in BF16" where some tensors are not."""
+
+
+def goals(metrics: dict[str, Any]) -> dict[str, float]:
+    return GOALS | getattr(family(Settings(**metrics["settings"])), "GOALS", {})
 
 
 def reached(metrics: dict[str, Any]) -> dict[str, float]:
@@ -28,15 +50,17 @@ def reached(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def goals_met(metrics: dict[str, Any]) -> bool:
-    return all(value >= GOALS[name] for name, value in reached(metrics).items())
+    least = goals(metrics)
+    return all(value >= least[name] for name, value in reached(metrics).items())
 
 
 def summary(metrics: dict[str, Any]) -> str:
     """The final table, as text."""
     lines = [f"{'held-out':44}{'value':>8}{'goal':>8}"]
+    least = goals(metrics)
     for name, value in reached(metrics).items():
-        mark = "" if value >= GOALS[name] else "  missed"
-        lines.append(f"{name:44}{value:8.3f}{GOALS[name]:8.2f}{mark}")
+        mark = "" if value >= least[name] else "  missed"
+        lines.append(f"{name:44}{value:8.3f}{least[name]:8.2f}{mark}")
     for policy, run in metrics["speculative"].items():
         shares = "  ".join(f"{x:.3f}" for x in run["acceptance_by_position"])
         lines.append(f"{'accepted by position, ' + policy:44}{shares}   length {run['mean_accepted_length']:.3f}")
@@ -65,15 +89,11 @@ def model_card(metrics: dict[str, Any], example: tuple[str, str]) -> str:
     )
     positions = " | ".join(f"draft {j + 1}" for j in range(s["drafts"]))
     log = "\n".join(_log_row(row) for row in metrics["log"] if row["phase"] != "generate")
-    shape = (
-        f"{s['layers']} layers and the MTP layer; hidden {s['hidden']}; {s['q_heads']} query and {s['kv_heads']} KV "
-        f"heads of {s['head_dim']}; {_ffn(s)}; {s['vocab']} tokens "
-        f"(byte-level BPE); {s['window']} positions; untied head"
-    )
-    ffns = "a mixture of experts" if s["experts"] else "a dense FFN"
+    about, done = family(Settings(**s)).describe(s), metrics["steps"]
+    shape = f"{about.shape}; {s['vocab']} tokens (byte-level BPE); {s['window']} positions; untied head"
     phases = (
-        f"1. {s['steps']} steps of {s['batch']} x {s['window']} tokens, trunk and MTP layer together, on text.\n"
-        f"2. {s['distill_steps']} steps of the MTP layer alone, distilled from the frozen trunk on text and on what "
+        f"1. {done['joint']} steps of {s['batch']} x {s['window']} tokens, trunk and {about.short} together, on text.\n"
+        f"2. {done['distil']} steps of the {about.short} alone, distilled from the frozen trunk on text and on what "
         "the trunk\n   writes after train prompts."
     )
     if s["chain_step"] > 1:
@@ -88,14 +108,14 @@ def model_card(metrics: dict[str, Any], example: tuple[str, str]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in metrics["versions"].items())
     return f"""# Demo checkpoint: Python sources, {size["parameters"] / 1e6:.1f} M parameters
 
-A small Qwen3-Next model with full attention and {ffns} in every layer, the multi-token-prediction
-(MTP) layer that drafts for it included. It exists to show speculative decoding with a real proposer on any machine; it
+A small {about.model}, {about.drafter}
+that drafts for it included. It exists to show speculative decoding with a real proposer on any machine; it
 writes text that looks like Python and knows nothing.
 
 - {shape}
-- {size["parameters"]} parameters in BF16, {size["weights_bytes"]} bytes
-- `transformers` loads the folder as `Qwen3NextForCausalLM` and leaves out the `mtp.*` tensors
-- comparison with transformers when it was made: {_verification(metrics["verify"])}
+- {size["parameters"]} parameters in BF16{about.wider}, {size["weights_bytes"]} bytes
+- `transformers` loads the folder as `{about.architecture}` and leaves out the tensors of the {about.short}
+- comparison with transformers when it was made: {_verification(metrics["verify"], about.short)}
 
 ## Corpus and licence
 
@@ -162,12 +182,12 @@ def _log_row(row: dict[str, Any]) -> str:
     return f"| {row['phase']} | {row['step']:.0f} | | {values} |"
 
 
-def _verification(result: dict[str, Any]) -> str:
+def _verification(result: dict[str, Any], short: str) -> str:
     if "logits" not in result:
         return f"not made ({result['reason']})."
     return (
         f"version {result['transformers']}, largest difference of logits {result['logits']:.1e} (target) and "
-        f"{result['draft_logits']:.1e} (MTP layer run as its decoder layer), relative to the largest logit, in FP32."
+        f"{result['draft_logits']:.1e} ({short} run as its decoder layer), relative to the largest logit, in FP32."
     )
 
 
@@ -175,13 +195,10 @@ def _ordinal(n: int) -> str:
     return f"{n}{'th' if n > 3 else ('st', 'nd', 'rd')[n - 1]}"
 
 
-def _ffn(s: dict[str, Any]) -> str:
-    if not s["experts"]:
-        return f"FFN {s['ffn']}"
-    return (
-        f"{s['experts']} experts of {s['expert_ffn']}, {s['experts_per_token']} a token, and a shared one of "
-        f"{s['shared_ffn']}"
-    )
+def experts_of(s: dict[str, Any]) -> str:
+    """A mixture of experts in words."""
+    shared = f", and a shared one of {s['shared_ffn']}" if s["shared_ffn"] else ""
+    return f"{s['experts']} experts of {s['expert_ffn']}, {s['experts_per_token']} a token{shared}"
 
 
 def _experts(metrics: dict[str, Any]) -> str:

@@ -16,14 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from demo_training.model import DemoModel, Experts, KvCache, causal
-from demo_training.train import CHAIN, draft_outputs
+from demo_training.base import CHAIN, DemoModel, Experts
 
-__all__ = ["POLICIES", "Tally", "agreement", "distinct_four_grams", "expert_shares", "greedy", "speculate"]
-
-POLICIES = ("refeed", "verified", "seed")
-"""Which drafter rows stay after a verify step that accepted `a` of `n` drafts: seed min(n, a), verified min(n, a + 1),
-refeed 1 and the rows of the accepted drafts made again from the trunk's hidden."""
+__all__ = ["Tally", "agreement", "distinct_four_grams", "expert_shares", "greedy", "speculate"]
 
 
 @dataclass
@@ -36,45 +31,12 @@ class Tally:
     accepted: list[int] = field(default_factory=list)
 
 
-class Drafter:
-    """The draft layer with its cache. `position` below is the number of tokens that the trunk has processed."""
-
-    def __init__(self, model: DemoModel, drafts: int, capacity: int, policy: str) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
-        self.model, self.drafts, self.policy = model, drafts, policy
-        self.cache = KvCache(model, 1, 1, capacity, torch.float32)
-
-    def append(self, tokens: list[int], hidden: Tensor, position: int) -> Tensor:
-        """Rows of the pairs (token, hidden), hidden [n, hidden]; returns their residual stream [n, hidden]."""
-        ids = torch.tensor([tokens])
-        out = self.model.draft_hidden(ids, hidden[None], position, self.cache.attend(0))[0]
-        self.cache.length += len(tokens)
-        return out
-
-    def propose(self, token: int, hidden: Tensor, position: int) -> list[int]:
-        """Drafts after `token` (sampled, not yet processed), from the trunk's hidden [1, hidden] before it."""
-        drafts: list[int] = []
-        for j in range(self.drafts):
-            hidden = self.append([token], hidden, position + j)
-            token = int(self.model.draft_logits(hidden)[0].argmax())
-            drafts.append(token)
-        return drafts
-
-    def after_verify(self, drafts: list[int], accepted: int, hidden: Tensor, position: int) -> None:
-        """`hidden` is the trunk's for the verified rows, of which row 0 stands at `position`."""
-        kept = {"seed": min(len(drafts), accepted), "verified": min(len(drafts), accepted + 1), "refeed": 1}
-        self.cache.length -= len(drafts) - kept[self.policy]
-        if self.policy == "refeed" and accepted:
-            self.append(drafts[:accepted], hidden[:accepted], position + 1)
-
-
 @torch.no_grad()
 def speculate(model: DemoModel, prompt: list[int], limit: int, drafts: int, end: int, policy: str = "refeed") -> Tally:
     """Greedy decoding of `limit` tokens (fewer after `end`) with `drafts` drafts a step."""
     capacity = len(prompt) + limit + 2 * drafts + 2
-    cache = KvCache(model, model.settings.layers, 1, capacity, torch.float32)
-    drafter = Drafter(model, drafts, capacity, policy)
+    cache = model.cache(model.settings.layers, 1, capacity, torch.float32)
+    drafter = model.drafter(drafts, capacity, policy)
     hidden = model.hidden(torch.tensor([prompt]), cache)[0]
     drafter.append(prompt[1:], hidden[:-1], 1)
     token = int(model.logits(hidden[-1]).argmax())
@@ -102,7 +64,7 @@ def speculate(model: DemoModel, prompt: list[int], limit: int, drafts: int, end:
 @torch.no_grad()
 def greedy(model: DemoModel, prompt: list[int], limit: int, end: int) -> list[int]:
     """The new tokens of greedy decoding without drafts."""
-    cache = KvCache(model, model.settings.layers, 1, len(prompt) + limit, torch.float32)
+    cache = model.cache(model.settings.layers, 1, len(prompt) + limit, torch.float32)
     tokens: list[int] = []
     ids = prompt
     while len(tokens) < limit and end not in tokens:
@@ -118,14 +80,14 @@ def agreement(model: DemoModel, stream: list[int], rows: int) -> dict[str, float
     window = model.settings.window
     count = min(rows, len(stream) // window)
     loss, correct, hits, bases = 0.0, 0, torch.zeros(CHAIN), 0
-    device = model.lm_head.weight.device
+    device = model.device
     for ids in torch.tensor(stream[: count * window], device=device).view(count, window).split(8):
         hidden = model.hidden(ids)
         logits = model.logits(hidden)
         choice = logits.argmax(-1)
         loss += functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
         correct += int((choice[:, :-1] == ids[:, 1:]).sum())
-        for j, state in enumerate(draft_outputs(model, ids, hidden), 1):
+        for j, state in enumerate(model.draft_outputs(ids, hidden), 1):
             hit = model.draft_logits(state).argmax(-1) == choice[:, j : j + state.shape[1]]
             hits[j - 1] += hit.sum().cpu()
         bases += ids.shape[0] * (window - CHAIN)
@@ -154,13 +116,13 @@ def expert_shares(model: DemoModel, stream: list[int], rows: int) -> dict[str, l
         for name, module in model.named_modules()
         if isinstance(module, Experts)
     ]
-    device = model.lm_head.weight.device
+    device = model.device
     for ids in torch.tensor(stream[: count * window], device=device).view(count, window).split(8):
         hidden = model.hidden(ids)
-        model.draft_hidden(ids[:, 1:], hidden[:, :-1], 1, causal)
+        model.first_drafts(ids, hidden)
     for hook in hooks:
         hook.remove()
-    return {name.removesuffix(".mlp.experts"): (total / total.sum()).tolist() for name, total in sums.items()}
+    return {name.rsplit(".", 2)[0]: (total / total.sum()).tolist() for name, total in sums.items()}
 
 
 def distinct_four_grams(outputs: list[list[int]]) -> float:

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["FAMILIES", "FOLDER_LIMIT", "QUICK", "QUICK_FAMILIES", "Settings"]
+__all__ = ["FAMILIES", "FOLDER_LIMITS", "QUICK", "QUICK_FAMILIES", "Settings"]
 
-FOLDER_LIMIT = 12_000_000
-"""The most bytes that a shipped checkpoint folder may hold."""
+FOLDER_LIMITS = {"qwen3_next": 12_000_000, "deepseek_v4": 7_000_000}
+"""The most bytes that a shipped checkpoint folder of an architecture may hold."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """One run. Lengths are in tokens, `steps` are optimiser steps; the other fields are named as in the model card."""
 
+    architecture: str = "qwen3_next"  # the module of this package that has the model (base.family)
     seed: int = 0
     # Corpus and tokenizer. 0 files: all.
     max_files: int = 0

@@ -7,7 +7,8 @@
    trunk's greedy choices are what drafts are held to.
 
 A chain is trained as the engine runs it: draft j reads the draft layer's own hidden and sees the cache of first drafts
-(model.chained). The weights kept are an exponential moving average, at the step that validation files liked best.
+(DemoModel.draft_outputs). The weights kept are an exponential moving average, at the step that validation files liked
+best.
 """
 
 from __future__ import annotations
@@ -20,42 +21,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from demo_training.model import DemoModel, KvCache, chained
+from demo_training.base import CHAIN, DemoModel
 
-__all__ = ["Trainer", "draft_outputs"]
+__all__ = ["PROMPT", "Trainer"]
 
 Parameters = list[tuple[str, torch.nn.Parameter]]
 
-CHAIN = 3
-"""Drafts in a chain."""
 JOINT_WEIGHTS = (0.4, 0.25, 0.15)
 DISTILL_WEIGHTS = (1.0, 0.8, 0.6)
 PROMPT = 96
 """Tokens of text at the start of each generated sequence."""
 _SPAN = 64
 """Generated sequences change between sampled and greedy tokens after as many."""
-
-
-def draft_outputs(model: DemoModel, ids: Tensor, hidden: Tensor, bases: slice | None = None) -> list[Tensor]:
-    """The draft layer's raw hidden [B, T - 3, hidden] of drafts 1, 2, 3 of ids [B, T] and the trunk's hidden.
-
-    Row i of draft j (from 1) reads token i + j and guesses token i + j + 1. With `bases`, drafts 2 and 3 are made for
-    the rows of that slice alone.
-    """
-    rows = ids.shape[1] - CHAIN
-    attend = chained(bases)
-    state = hidden[:, :rows]
-    states = []
-    for j in range(1, CHAIN + 1):
-        tokens = ids[:, j : j + rows]
-        if bases is None or j == 1:
-            state = model.draft_hidden(tokens, state, j, attend)
-        else:
-            state = model.draft_hidden(
-                tokens[:, bases], state[:, bases] if j == 2 else state, j, attend, slice(bases.start, rows, bases.step)
-            )
-        states.append(state)
-    return states
 
 
 class Trainer:
@@ -72,6 +49,8 @@ class Trainer:
         self.validation_prompts = validation_prompts
         self.generator = torch.Generator().manual_seed(self.settings.seed)
         self.log: list[dict[str, float | str]] = []
+        self.done: dict[str, int] = {}
+        """Steps of each phase."""
         self.started = time.monotonic()
 
     def windows(self, stream: Tensor, rows: int, length: int) -> Tensor:
@@ -112,7 +91,7 @@ class Trainer:
         losses = [functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())]
         teacher = logits.detach().softmax(-1)
         rows = ids.shape[1] - CHAIN
-        for j, state in enumerate(draft_outputs(self.model, ids, hidden, bases), 1):
+        for j, state in enumerate(self.model.draft_outputs(ids, hidden, bases), 1):
             draft = self.model.draft_logits(state).log_softmax(-1)
             at = slice(None) if bases is None or j == 1 else bases
             soft = -(teacher[:, j : j + rows][:, at] * draft).sum(-1).mean()
@@ -138,7 +117,7 @@ class Trainer:
         self.generated = self._generate(self._train_prompts(s.generated), s.generated_length, sample=True)
         self.written = self._generate(self.validation_prompts, PROMPT + s.new_tokens + CHAIN, sample=False)
         self._say("generate", 0, tokens=float(self.generated.numel()))
-        parameters = [(name, p) for name, p in self.model.named_parameters() if name.startswith("mtp.")]
+        parameters = [(name, p) for name, p in self.model.named_parameters() if self.model.is_draft(name)]
         best: tuple[float, dict[str, Tensor]] | None = None
         for step, average in self._optimise("distil", parameters, s.distill_steps, s.distill_lr, self._distil_loss):
             length = self._validate_drafts(step, average)
@@ -160,7 +139,7 @@ class Trainer:
         with self.autocast():
             for start in prompts.split(1024):
                 ids, tokens = start, [start]
-                cache = KvCache(self.model, self.settings.layers, len(start), length, dtype)
+                cache = self.model.cache(self.settings.layers, len(start), length, dtype)
                 turn = torch.arange(len(start), device=self.device) % 2 * _SPAN
                 for position in range(start.shape[1], length):
                     logits = self.model.logits(self.model.hidden(ids, cache)[:, -1:])[:, 0]
@@ -190,7 +169,7 @@ class Trainer:
         teacher, choice = logits.softmax(-1), logits.argmax(-1)
         loss = torch.zeros((), device=self.device)
         rows, bases = ids.shape[1] - CHAIN, self.bases(step)
-        for j, state in enumerate(draft_outputs(self.model, ids, hidden, bases), 1):
+        for j, state in enumerate(self.model.draft_outputs(ids, hidden, bases), 1):
             draft = self.model.draft_logits(state).log_softmax(-1)
             at = slice(None) if bases is None or j == 1 else bases
             soft = -(teacher[:, j : j + rows][:, at] * draft).sum(-1).mean()
@@ -207,7 +186,7 @@ class Trainer:
                 hidden = self.model.hidden(ids)
                 choice = self.model.logits(hidden).argmax(-1)
                 alive, length = None, torch.ones(())
-                for j, state in enumerate(draft_outputs(self.model, ids, hidden), 1):
+                for j, state in enumerate(self.model.draft_outputs(ids, hidden), 1):
                     rows = state.shape[1]
                     hit = self.model.draft_logits(state).argmax(-1) == choice[:, j : j + rows]
                     alive = hit if alive is None else alive & hit
@@ -237,6 +216,7 @@ class Trainer:
             rate = peak * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
             for group in optimiser.param_groups:
                 group["lr"] = rate
+            self.model.before_step()
             with self.autocast():
                 loss = loss_of(step)
             optimiser.zero_grad(set_to_none=True)
@@ -250,6 +230,7 @@ class Trainer:
             if (step + 1) % s.validate_every == 0 or step + 1 == steps:
                 if not torch.isfinite(recent):
                     raise SystemExit(f"the {phase} loss is {recent.item()} after step {step + 1}")
+                self.done[phase] = step + 1
                 self._say(phase, step + 1, train_loss=recent.item())
                 yield step + 1, average
 

@@ -12,23 +12,18 @@ norm: the trunk's for a first draft, its own for each later draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from demo_training.base import EPS, THETA, Attend, DemoModel, Experts, KvCache, balance, causal, difference
+from demo_training.card import Description, experts_of
 from demo_training.settings import Settings
 
-__all__ = ["EPS", "THETA", "Attend", "DemoModel", "Experts", "KvCache", "causal", "chained"]
-
-EPS = 1e-6
-THETA = 10_000.0
-
-_STACKED = ("gate_up_proj", "down_proj")
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of q [B, q_heads, T, head_dim] with this call's k and v [B, kv_heads, T, head_dim]."""
+__all__ = ["Model", "compare", "config", "describe"]
 
 
 class Norm(nn.Module):
@@ -82,23 +77,6 @@ class Ffn(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Experts(nn.Module):
-    """All experts' SwiGLU as one of their summed width: at the few experts of a demo, skipping the unchosen would save
-    nothing. Gate rows stand before up rows. The checkpoint has one tensor an expert (`DemoModel.tensors`)."""
-
-    def __init__(self, s: Settings) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.zeros(s.experts, 2 * s.expert_ffn, s.hidden))
-        self.down_proj = nn.Parameter(torch.zeros(s.experts, s.hidden, s.expert_ffn))
-
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """The sum of the experts' outputs of x [..., hidden], weighted by weights [..., experts]."""
-        joint = functional.linear(x, self.gate_up_proj.flatten(0, 1)).unflatten(-1, (len(self.gate_up_proj), -1))
-        gate, up = joint.chunk(2, dim=-1)
-        inner = functional.silu(gate) * up * weights[..., None].to(up.dtype)
-        return functional.linear(inner.flatten(-2), self.down_proj.transpose(0, 1).flatten(1))
-
-
 class MixtureOfExperts(nn.Module):
     """The router and the experts. `balance` collects the load-balancing loss of each call in training."""
 
@@ -106,7 +84,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.top = s.experts_per_token
         self.gate = nn.Linear(s.hidden, s.experts, bias=False)
-        self.experts = Experts(s)
+        self.experts = Experts(s.experts, s.hidden, s.expert_ffn)
         self.shared_expert = Ffn(s, s.shared_ffn)
         self.shared_expert_gate = nn.Linear(s.hidden, 1, bias=False)
         self.balance: list[Tensor] = []
@@ -122,14 +100,6 @@ class MixtureOfExperts(nn.Module):
         if self.training:
             self.balance.append(balance(odds, mask))
         return self.experts(x, weights) + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-
-
-def balance(odds: Tensor, mask: Tensor) -> Tensor:
-    """The load-balancing loss of one router: experts * sum over experts of (share of the tokens that choose it) times
-    (its mean probability), as in the Switch Transformer (arXiv 2101.03961, equations 4 to 6) and Hugging Face's
-    `load_balancing_loss_func` for one layer. It is the number of experts a token chooses where all are used alike."""
-    share = mask.float().flatten(0, -2).mean(0)
-    return odds.shape[-1] * (share * odds.flatten(0, -2).mean(0)).sum()
 
 
 class Layer(nn.Module):
@@ -164,14 +134,13 @@ class Mtp(nn.Module):
         self.norm = Norm(s.hidden)
 
 
-class DemoModel(nn.Module):
-    """The target model (`hidden`, `logits`) and the draft layer (`draft_hidden`, `draft_logits`)."""
+class Model(DemoModel):
+    """Hidden is the raw residual stream [B, T, hidden]."""
 
     rotations: Tensor
 
     def __init__(self, s: Settings) -> None:
-        super().__init__()
-        self.settings = s
+        super().__init__(s)
         self.model = Trunk(s)
         self.lm_head = nn.Linear(s.hidden, s.vocab, bias=False)
         self.mtp = Mtp(s)
@@ -193,50 +162,6 @@ class DemoModel(nn.Module):
             if parameter.ndim >= 2:
                 narrow = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
                 nn.init.normal_(parameter, 0.0, 0.02 / depth**0.5 if narrow else 0.02, generator=generator)
-
-    def set_dropout(self, p: float) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = p
-
-    def take_balance(self) -> Tensor:
-        """The mean load-balancing loss of the routers' calls since the last time; 0 without experts."""
-        losses: list[Tensor] = []
-        for module in self.modules():
-            if isinstance(module, MixtureOfExperts):
-                losses += module.balance
-                module.balance = []
-        return torch.stack(losses).mean() if losses else self.lm_head.weight.new_zeros(())
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The parameters under the checkpoint's names: the experts' stacks are taken apart."""
-        found: dict[str, Tensor] = {}
-        for name, value in self.state_dict().items():
-            prefix, _, last = name.rpartition(".")
-            if last == "gate_up_proj":
-                for expert, joint in enumerate(value):
-                    gate, up = joint.chunk(2)
-                    found |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
-            elif last == "down_proj":
-                found |= {f"{prefix}.{expert}.down_proj.weight": down for expert, down in enumerate(value)}
-            else:
-                found[name] = value
-        return found
-
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The reverse of `tensors`; every parameter must be there, and nothing else."""
-        state = dict(tensors)
-        for name in self.state_dict():
-            prefix, _, last = name.rpartition(".")
-            if last in _STACKED:
-                parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
-                state[name] = torch.stack(
-                    [
-                        torch.cat([state.pop(f"{prefix}.{expert}.{part}.weight") for part in parts])
-                        for expert in range(self.settings.experts)
-                    ]
-                )
-        self.load_state_dict(state)
 
     def rotation(self, start: int, count: int) -> Tensor:
         if start + count > self.rotations.shape[1]:
@@ -274,66 +199,99 @@ class DemoModel(nn.Module):
         return self.lm_head(self.mtp.norm(draft_hidden)).float()
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention within the call."""
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def config(s: Settings) -> dict[str, Any]:
+    """config.json. No layer has linear attention, and without experts none has those: such fields are zero, or the
+    least that loaders take."""
+    return {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "vocab_size": s.vocab,
+        "hidden_size": s.hidden,
+        "intermediate_size": s.ffn,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.q_heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": s.window,
+        "initializer_range": 0.02,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "partial_rotary_factor": s.rotary_factor,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "layer_types": ["full_attention"] * s.layers,
+        "mlp_only_layers": [] if s.experts else list(range(s.layers)),
+        "decoder_sparse_step": 1,
+        "num_experts": s.experts,
+        "num_experts_per_tok": s.experts_per_token,
+        "moe_intermediate_size": s.expert_ffn,
+        "shared_expert_intermediate_size": s.shared_ffn,
+        "norm_topk_prob": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": s.kv_heads,
+        "linear_num_value_heads": s.q_heads,
+        "linear_key_head_dim": s.head_dim,
+        "linear_value_head_dim": s.head_dim,
+        "num_mtp_modules": 1,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
 
 
-class chained:  # noqa: N801 - used as a function with memory
-    """Attention of a whole window's draft chains at once, as the engine's cache would have it.
+@torch.no_grad()
+def compare(folder: Path, model: Model, prompt: list[int]) -> dict[str, Any]:
+    """transformers has no MTP layer, so the draft layer runs as its one-layer model: inputs are fc's output, positions
+    start at 1, the final norm is `mtp.norm`."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    The first call (draft 1 of each position) is causal and becomes the shared cache. In a later call (draft j), the
-    query of position i sees the cache's rows up to i, and of the rows of drafts 2 .. j only those of its own chain.
-    Later calls are for the positions of the slice `bases` (None: all).
-    """
+    ids = torch.tensor([prompt])
+    target = Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    hidden = model.hidden(ids)
+    ours, theirs = model.logits(hidden), target(ids, use_cache=False).logits
+    result: dict[str, Any] = {"logits": difference(ours, theirs)}
 
-    def __init__(self, bases: slice | None = None) -> None:
-        self.bases = slice(None) if bases is None else bases
-        self.base: tuple[Tensor, Tensor] | None = None
-        self.own: list[tuple[Tensor, Tensor]] = []
+    one = Qwen3NextConfig.from_pretrained(
+        folder, num_hidden_layers=1, layer_types=["full_attention"], mlp_only_layers=target.config.mlp_only_layers[:1]
+    )
+    one._attn_implementation = "eager"
+    draft = Qwen3NextForCausalLM(one).float().eval()
+    state = model.state_dict()
+    names = {
+        name: name.replace("model.", "mtp.", 1)
+        for name in draft.state_dict()
+        if name.startswith(("model.layers", "model.norm"))
+    }
+    draft.load_state_dict({name: state[ours_name] for name, ours_name in names.items()}, strict=False)
+    draft.lm_head.load_state_dict({"weight": state["lm_head.weight"]})
+    embedding = target.model.embed_tokens(ids[:, 1:])
+    parts = []
+    for norm_name, x in (("pre_fc_norm_embedding", embedding), ("pre_fc_norm_hidden", hidden[:, :-1])):
+        norm = type(target.model.norm)(x.shape[-1], eps=one.rms_norm_eps)
+        norm.load_state_dict({"weight": state[f"mtp.{norm_name}.weight"]})
+        parts.append(norm(x))
+    inputs = torch.nn.functional.linear(torch.cat(parts, -1), state["mtp.fc.weight"])
+    positions = torch.arange(1, len(prompt))[None]
+    theirs = draft(inputs_embeds=inputs, position_ids=positions, use_cache=False).logits
+    ours = model.draft_logits(model.first_drafts(ids, hidden))
+    result["draft_logits"] = difference(ours, theirs)
+    return result
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group = q.shape[1] // k.shape[1]
-        if self.base is None:
-            self.base = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-            return causal(q, k, v)
-        self.own.append((k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-        base_k, base_v = self.base
-        length = base_k.shape[2]
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)[self.bases]
-        shared = (q @ base_k.transpose(-1, -2)).masked_fill(future, -torch.inf)
-        chain = torch.stack([(q * own_k).sum(-1) for own_k, _ in self.own], dim=-1)
-        weights = torch.cat((shared, chain), -1).float().mul(q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)
-        out = weights[..., :length] @ base_v
-        for j, (_, own_v) in enumerate(self.own):
-            out = out + weights[..., length + j, None] * own_v
-        return out
 
-
-class KvCache:
-    """K and V of `layers` layers for up to `capacity` rows. `length` rows are valid; a smaller `length` drops rows."""
-
-    def __init__(self, model: DemoModel, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> None:
-        s = model.settings
-        shape = (layers, 2, rows, s.kv_heads, capacity, s.head_dim)
-        self.pool = torch.zeros(shape, dtype=dtype, device=model.lm_head.weight.device)
-        self.length = 0
-
-    def attend(self, layer: int) -> Attend:
-        """Writes the call's rows behind the valid ones (`length` stays) and attends to all of them, causally."""
-
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            first, last = self.length, self.length + k.shape[2]
-            if last > self.pool.shape[4]:
-                raise ValueError(f"{last} rows are asked of a cache of {self.pool.shape[4]}")
-            self.pool[layer, 0, :, :, first:last] = k
-            self.pool[layer, 1, :, :, first:last] = v
-            if first == 0:
-                return causal(q, k, v)
-            keys, values = self.pool[layer, :, :, :, :last]
-            mask = None
-            if last - first > 1:
-                mask = torch.ones(last - first, last, dtype=torch.bool, device=q.device).tril(first)
-            return functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-
-        return attention
+def describe(s: dict[str, Any]) -> Description:
+    ffns, ffn = ("a mixture of experts", experts_of(s)) if s["experts"] else ("a dense FFN", f"FFN {s['ffn']}")
+    return Description(
+        model=f"Qwen3-Next model with full attention and {ffns} in every layer",
+        drafter="the multi-token-prediction (MTP) layer",
+        short="MTP layer",
+        shape=f"{s['layers']} layers and the MTP layer; hidden {s['hidden']}; {s['q_heads']} query and {s['kv_heads']} "
+        f"KV heads of {s['head_dim']}; {ffn}",
+        architecture="Qwen3NextForCausalLM",
+    )
