@@ -23,8 +23,8 @@ there because a model that repeats one token has perfect acceptance."""
 
 @dataclass(frozen=True)
 class Description:
-    """A family's words for the model card. `model` follows "A small", `drafter` is the subject of "drafts for it",
-    `short` names it elsewhere, `architecture` is the class of transformers."""
+    """A family's words for the model card. `model` follows "A small", `drafter` is the subject of `drafts`, `short`
+    names it elsewhere, `architecture` is the class of transformers."""
 
     model: str
     drafter: str
@@ -33,6 +33,13 @@ class Description:
     architecture: str
     wider: str = ""
     """What follows "in BF16" where some tensors are not."""
+    drafts: str = "drafts"
+    balance: str = "The routers' load-balancing loss has the weight {weight}."
+    rows: str = (
+        "`refeed` makes the accepted drafts' rows again from the target's\nhidden, `verified` keeps them as they are, "
+        "`seed` drops the last of them."
+    )
+    """What becomes of the drafter's rows after a verify step."""
 
 
 def goals(metrics: dict[str, Any]) -> dict[str, float]:
@@ -101,7 +108,7 @@ def model_card(metrics: dict[str, Any], example: tuple[str, str]) -> str:
             f"\n\nWhole chains of drafts are made at every {_ordinal(s['chain_step'])} row, first drafts at all rows."
         )
     if s["experts"]:
-        phases += f"\nThe routers' load-balancing loss has the weight {s['balance']}."
+        phases += "\n" + about.balance.format(weight=s["balance"])
     python = f"{corpus['implementation']} {corpus['python']}"
     tokens = f"{corpus['tokens']['train']} train tokens"
     count, same = len(metrics["prompts"]), metrics["identical_to_greedy"]
@@ -109,7 +116,7 @@ def model_card(metrics: dict[str, Any], example: tuple[str, str]) -> str:
     return f"""# Demo checkpoint: Python sources, {size["parameters"] / 1e6:.1f} M parameters
 
 A small {about.model}, {about.drafter}
-that drafts for it included. It exists to show speculative decoding with a real proposer on any machine; it
+that {about.drafts} for it included. It exists to show speculative decoding with a real proposer on any machine; it
 writes text that looks like Python and knows nothing.
 
 - {shape}
@@ -145,8 +152,7 @@ Another Python version is another corpus; another device or torch rounds differe
 FP32 arithmetic on the BF16 weights. {count} prompts (`prompts.json`), greedy, {s["new_tokens"]} new tokens at most,
 {s["drafts"]} drafts a step. A draft is accepted when it and those before it equal the target's greedy choices.
 Shares are over all verify steps; mean accepted length = 1 + accepted / verify steps. The rows of the table differ in
-what stays in the drafter's cache after a verify step: `refeed` makes the accepted drafts' rows again from the target's
-hidden, `verified` keeps them as they are, `seed` drops the last of them.
+what stays in the drafter's cache after a verify step: {about.rows}
 
 | rows | {positions} | mean accepted length | verify steps |
 |---|{"---|" * s["drafts"]}---|---|

@@ -23,7 +23,7 @@ from demo_training.base import EPS, THETA, Attend, DemoModel, Experts, KvCache, 
 from demo_training.card import Description, experts_of
 from demo_training.settings import Settings
 
-__all__ = ["Model", "compare", "config", "describe"]
+__all__ = ["Model", "compare", "config", "describe", "rotate", "rotation_table"]
 
 
 class Norm(nn.Module):
@@ -64,6 +64,14 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     cos, sin = rotation
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
+
+
+def rotation_table(s: Settings) -> Tensor:
+    """[2, positions, r/2]: cosines and sines, angles in FP64. A few positions more, for drafts past the window."""
+    rotary = int(s.rotary_factor * s.head_dim)
+    frequency = THETA ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    angle = torch.arange(s.window + 8, dtype=torch.float64)[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin())).float()
 
 
 class Ffn(nn.Module):
@@ -145,15 +153,7 @@ class Model(DemoModel):
         self.lm_head = nn.Linear(s.hidden, s.vocab, bias=False)
         self.mtp = Mtp(s)
         self.drop = nn.Dropout(s.dropout)
-        self.register_buffer("rotations", self._rotation_table(s), persistent=False)
-
-    @staticmethod
-    def _rotation_table(s: Settings) -> Tensor:
-        """[2, positions, r/2]: cosines and sines, angles in FP64. A few positions more, for drafts past the window."""
-        rotary = int(s.rotary_factor * s.head_dim)
-        frequency = THETA ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
-        angle = torch.arange(s.window + 8, dtype=torch.float64)[:, None] * frequency
-        return torch.stack((angle.cos(), angle.sin())).float()
+        self.register_buffer("rotations", rotation_table(s), persistent=False)
 
     def initialise(self, generator: torch.Generator) -> None:
         """Normal weights, 0.02 wide; narrower where a projection writes to the residual stream."""

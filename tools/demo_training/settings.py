@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 __all__ = ["FAMILIES", "FOLDER_LIMITS", "QUICK", "QUICK_FAMILIES", "Settings"]
 
-FOLDER_LIMITS = {"qwen3_next": 12_000_000, "deepseek_v4": 7_000_000}
+FOLDER_LIMITS = {"qwen3_next": 12_000_000, "deepseek_v4": 7_000_000, "minimax_m2": 7_000_000}
 """The most bytes that a shipped checkpoint folder of an architecture may hold."""
 
 
@@ -33,6 +33,8 @@ class Settings:
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    # MTP modules, each with a layer of its own; a family whose one layer drafts again and again has 1.
+    modules: int = 1
     window: int = 1024
     # Phase 1: trunk and draft layer together, on text.
     steps: int = 3000
@@ -98,10 +100,30 @@ _MOE = Settings(
 )
 """All widths are multiples of 128, the block of FP8 weights."""
 
-FAMILIES = {"qwen3_next": Settings(), "qwen3_next_moe": _MOE}
+_MINIMAX_M2 = Settings(
+    architecture="minimax_m2",
+    hidden=192,
+    layers=4,
+    q_heads=6,
+    head_dim=32,
+    ffn=0,
+    experts=8,
+    experts_per_token=2,
+    expert_ffn=64,
+    modules=3,
+    balance=0.001,
+    generated=4096,
+)
+"""The balancing term has a gradient for the routers' biases alone, and Adam makes steps of one size of any: its weight
+says how little it counts when gradients are clipped."""
+
+FAMILIES = {"qwen3_next": Settings(), "qwen3_next_moe": _MOE, "minimax_m2": _MINIMAX_M2}
 QUICK_FAMILIES = {
     "qwen3_next": QUICK,
     "qwen3_next_moe": replace(
         QUICK, ffn=0, experts=4, experts_per_token=2, expert_ffn=32, shared_ffn=32, balance=0.01, chain_step=4
+    ),
+    "minimax_m2": replace(
+        QUICK, architecture="minimax_m2", ffn=0, experts=4, experts_per_token=2, expert_ffn=32, modules=3, balance=0.001
     ),
 }
