@@ -20,8 +20,7 @@ from .layer import DraftProposer
 from .layers.mtp_head import MtpQuantization
 from .levers import ModelLevers
 from .mtp_factory import MtpFactory
-from .target import Qwen3NextTarget, Target, load_target_weights
-from .target.qwen3_next import BLOCK_SIZE
+from .target import BLOCK_SIZE, Qwen3NextTarget, Target, load_target_weights
 
 __all__ = ["FAMILIES", "Checkpoint", "ProposerFactory", "open_checkpoint"]
 

@@ -2,11 +2,14 @@
 """The small models that verify drafts."""
 
 from .base import Target, TargetRows, TargetState
+from .paged import BLOCK_SIZE, PagedTarget
 from .qwen3_next import Qwen3NextTarget
 from .weights import LayerWeights, TargetWeights, load_target_weights
 
 __all__ = [
+    "BLOCK_SIZE",
     "LayerWeights",
+    "PagedTarget",
     "Qwen3NextTarget",
     "Target",
     "TargetRows",
