@@ -38,7 +38,7 @@ class DrafterFeed:
     def open(self, state: DecodeState) -> None:
         """Give a sequence what it needs to be fed."""
         if self.levers.catchup and state.ring is None:
-            state.ring = CatchupRing(self.ctx.gpu, self.ctx.config.hidden_size)
+            state.ring = CatchupRing(self.ctx.gpu, self._row_bytes(state))
 
     def context(self, state: DecodeState, start: int) -> None:
         """Show the drafter what was prefilled from token `start` on.
@@ -54,12 +54,13 @@ class DrafterFeed:
             if self.carry is not None:
                 self.carry.drop()
             if not adopted:
-                self.proposer.prefill_drafter(seq.tokens, seq.hidden_row(0), draft, self.ctx, self.stream)
+                rows = self._row(state, 0)
+                self.proposer.prefill_drafter(seq.tokens, rows, draft, self.ctx, self.stream, self._stacks(rows))
             state.has_context = True
         last = self.proposer.last_pair_key(draft)
         missing = None if last is None else plan_append(last, seq.seq_len, 0, seq.seq_len)
         if missing is not None:
-            self._feed(state, draft, *missing, seq.hidden_row(missing[0]))
+            self._feed(state, draft, *missing, self._row(state, missing[0]))
         state.context_due = False
 
     def missing(self, state: DecodeState) -> None:
@@ -74,7 +75,7 @@ class DrafterFeed:
     def processed(self, state: DecodeState, position: int, rows: int) -> None:
         """Tokens `position` .. `position + rows - 1` belong to the sequence now: their hidden rows go to the ring."""
         if state.ring is not None:
-            state.ring.save(position, state.target.hidden_row(position), rows, self.stream)
+            state.ring.save(position, self._row(state, position), rows, self.stream)
 
     def _from_the_sequence(self, state: DecodeState, draft: ProposerState) -> None:
         seq, shift = state.target, self.levers.refeed_shift
@@ -84,7 +85,7 @@ class DrafterFeed:
         )
         if found is not None:
             first, rows = found
-            self._feed(state, draft, first, rows, seq.hidden_row(first + shift))
+            self._feed(state, draft, first, rows, self._row(state, first + shift))
 
     def _from_ring(self, state: DecodeState, ring: CatchupRing, draft: ProposerState) -> None:
         """Segment by segment; one that is not taken whole ends it, and the drafter goes without."""
@@ -102,11 +103,26 @@ class DrafterFeed:
     def _feed(self, state: DecodeState, draft: ProposerState, first: int, rows: int, hidden: DevicePtr) -> int:
         """Keys first .. first + rows - 1 from hidden rows that lie one after another."""
         if self.levers.refeed_debug:
-            log.info("fed keys %d to %d: hidden rows %016x", first, first + rows - 1, fnv1a(self._read(hidden, rows)))
+            read = self._read(hidden, rows * self._row_bytes(state))
+            log.info("fed keys %d to %d: hidden rows %016x", first, first + rows - 1, fnv1a(read))
         tokens, held = state.target.tokens[first : first + rows + 1], self.proposer.drafter_rows(draft)
-        return self.proposer.catchup_drafter(tokens, hidden, held, first + 1, draft, self.ctx, self.stream)
+        return self.proposer.catchup_drafter(
+            tokens, hidden, held, first + 1, draft, self.ctx, self.stream, self._stacks(hidden)
+        )
 
-    def _read(self, hidden: DevicePtr, rows: int) -> bytes:
-        raw = np.empty(2 * rows * self.ctx.config.hidden_size, np.uint8)
+    def _row(self, state: DecodeState, position: int) -> DevicePtr:
+        """What the drafter reads of the token at `position`, those of later tokens behind it: its hidden row, or its
+        residual streams."""
+        seq = state.target
+        return seq.streams_row(position) if self.proposer.reads_streams else seq.hidden_row(position)
+
+    def _row_bytes(self, state: DecodeState) -> int:
+        return state.target.stream_bytes if self.proposer.reads_streams else 2 * self.ctx.config.hidden_size
+
+    def _stacks(self, rows: DevicePtr) -> DevicePtr | None:
+        return rows if self.proposer.reads_streams else None
+
+    def _read(self, hidden: DevicePtr, nbytes: int) -> bytes:
+        raw = np.empty(nbytes, np.uint8)
         self.ctx.gpu.copy_d2h_on_stream(hidden, raw, self.stream)
         return raw.tobytes()

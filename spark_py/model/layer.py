@@ -121,6 +121,12 @@ class DraftProposer(ABC):
         sees the prompt. (Rust has no such method: its 0 means this and "nothing to feed".)"""
         return False
 
+    @property
+    def reads_streams(self) -> bool:
+        """Whether it wants the target's residual streams, as `target_hidden_stack` and `hidden_stacks`. Only targets
+        that keep them serve it; a batched propose is not given them."""
+        return False
+
     def drafter_rows(self, state: ProposerState) -> int:
         """KV rows that the drafter holds of the sequence."""
         return 0
@@ -149,11 +155,13 @@ class DraftProposer(ABC):
         state: ProposerState,
         ctx: ForwardContext,
         stream: StreamLike,
+        hidden_stacks: DevicePtr | None = None,
     ) -> int:
         """Append len(tokens) - 1 rows to the `row_base` that the state has, and give their number.
 
         Row r is the pair (tokens[r + 1], hiddens[r]) at RoPE position pos_base + r, pair key pos_base + r - 1. hiddens:
         BF16 [len(tokens) - 1, h], the target's raw residual stream after tokens[r]. Which: `row_policy.catchup_range`.
+        hidden_stacks: the residual streams of the same rows; whoever reads them then does not read `hiddens`.
         """
         return 0
 
@@ -206,9 +214,10 @@ class DraftProposer(ABC):
         state: ProposerState,
         ctx: ForwardContext,
         stream: StreamLike,
+        hidden_stacks: DevicePtr | None = None,
     ) -> int:
         """Feed a prompt of P tokens to a fresh state and give the rows written, P - 1. hiddens: BF16 [P, h] (the last
-        row is not read), the target's raw residual stream."""
+        row is not read), the target's raw residual stream. hidden_stacks: as in `catchup_drafter`."""
         return 0
 
     def read_deferred_draft_token(self, gpu: GpuBackend) -> int:

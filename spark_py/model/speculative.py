@@ -123,6 +123,9 @@ class SpeculativeDecoder:
             raise InvalidArgumentError("num_drafts", num_drafts, "0 without a proposer")
         self.eos = frozenset(check_token("eos_token_ids", token, target.vocab_size) for token in eos_token_ids)
         self.levers = levers or ModelLevers()
+        if self.proposer is not None and self.proposer.reads_streams and not target.keeps_streams:
+            limit = f"one that reads no residual streams, since a {type(target).__name__} keeps none"
+            raise InvalidArgumentError("proposer", type(self.proposer).__name__, limit)
         feeds = self.proposer is not None and self.proposer.supports_drafter_prefill
         if self.proposer is not None and not feeds and self.levers.feeds_drafter:
             log.warning("%s cannot be fed: it drafts without the prompt", type(self.proposer).__name__)
@@ -316,7 +319,10 @@ class SpeculativeDecoder:
             return []
         self._complete(state)
         hidden = seq.hidden_row(seq.seq_len - 1)
-        drafts = self.proposer.propose(token, hidden, seq.seq_len, wanted, state.draft, self._ctx, self.stream)
+        stack = seq.streams_row(seq.seq_len - 1) if self.proposer.reads_streams else None
+        drafts = self.proposer.propose(
+            token, hidden, seq.seq_len, wanted, state.draft, self._ctx, self.stream, target_hidden_stack=stack
+        )
         confidence = self.proposer.last_confidence() if drafts and self.levers.draft_conf_tau > 0.0 else None
         if confidence is not None and confidence < self.levers.draft_conf_tau:
             self.proposer.after_verify(0, state.draft, self.stream)

@@ -55,6 +55,7 @@ class Scripted(DraftProposer):
         state: ProposerState,
         ctx: ForwardContext,
         stream: StreamLike,
+        hidden_stacks: DevicePtr | None = None,
     ) -> int:
         assert isinstance(state, ScriptState)
         state.prompt = list(prompt_tokens)

@@ -59,7 +59,7 @@ class Crowd(Scripted):
         return [token if self.rng.random() < self.share else (token + 1) % VOCAB for token in following]
 
     def propose(self, last_token: int, target_hidden: DevicePtr, position: int, num_drafts: int, state: ProposerState,
-                ctx: ForwardContext, stream: StreamLike, *rest: Any) -> list[int]:  # fmt: skip
+                ctx: ForwardContext, stream: StreamLike, *rest: Any, **more: Any) -> list[int]:  # fmt: skip
         self.events.append(("propose", self.who(state)))
         self.guess = lambda p, count: self.drafts(state, p, count)
         return super().propose(last_token, target_hidden, position, num_drafts, state, ctx, stream)

@@ -117,7 +117,7 @@ def test_hidden_rows_on_the_device(gpu: GpuBackend, rng: np.random.Generator) ->
     source = gpu.alloc(rows.nbytes)
     gpu.copy_h2d(source_bytes := rows.view(np.uint8).reshape(-1), source)
     assert source_bytes.nbytes == 17 * h * 2
-    ring, stream = CatchupRing(gpu, h, size), gpu.default_stream()
+    ring, stream = CatchupRing(gpu, 2 * h, size), gpu.default_stream()
     position = 0
     for n in (1, 3, 2, 7, 4):
         ring.save(position, source.offset(position * h * 2), n, stream)

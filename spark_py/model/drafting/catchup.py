@@ -17,7 +17,6 @@ __all__ = ["MTP_CATCHUP_RING_ROWS", "CatchupRing", "FeedSegment", "RingLabels", 
 
 MTP_CATCHUP_RING_ROWS = 512
 """Rows of a ring: a chunk of the row writer. This port's own number; a drafter that lacks more is fed the last ones."""
-_BF16 = 2
 _FNV_START, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 
 
@@ -84,11 +83,11 @@ def plan_catchup(
 
 
 class CatchupRing:
-    """BF16 [size, hidden_size] on the device, and what it holds. `release` frees it, any number of times."""
+    """`size` rows of `row_bytes` on the device, and what they hold. `release` frees it, any number of times."""
 
-    def __init__(self, gpu: GpuBackend, hidden_size: int, size: int = MTP_CATCHUP_RING_ROWS) -> None:
+    def __init__(self, gpu: GpuBackend, row_bytes: int, size: int = MTP_CATCHUP_RING_ROWS) -> None:
         self.labels = RingLabels(count("size", size))
-        self._gpu, self._row_bytes = gpu, _BF16 * count("hidden_size", hidden_size)
+        self._gpu, self._row_bytes = gpu, count("row_bytes", row_bytes)
         self._ptr = gpu.alloc(size * self._row_bytes, "mtp_catchup_ring")
 
     def save(self, position: int, hidden: DevicePtr, rows: int, stream: StreamLike) -> None:

@@ -319,6 +319,7 @@ class MultiModuleMtpHead(DraftProposer):
         state: ProposerState,
         ctx: ForwardContext,
         stream: StreamLike,
+        hidden_stacks: DevicePtr | None = None,
     ) -> int:
         """Feed a prompt to a fresh state: rows at positions i + 1 .. P - 1 of module i. Gives P - 1, module 0's."""
         return self.catchup_drafter(prompt_tokens, hiddens, 0, 1, state, ctx, stream)
@@ -332,6 +333,7 @@ class MultiModuleMtpHead(DraftProposer):
         state: ProposerState,
         ctx: ForwardContext,
         stream: StreamLike,
+        hidden_stacks: DevicePtr | None = None,
     ) -> int:
         """Append rows to every module, and give module 0's; see DraftProposer, where row_base is module 0's. A row that
         a module has already is not written again. 0 where `supports_drafter_prefill` is False. The errors are those of

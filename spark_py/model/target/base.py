@@ -32,7 +32,8 @@ class TargetState:
     """One sequence in a target: the tokens it has processed, its KV blocks and the hidden row of every token.
 
     `hidden` is BF16 [max_seq_len, hidden_size] on the device: row i is the raw residual stream (before the final norm)
-    after token i. Rows from `seq_len` on are stale.
+    after token i. Rows from `seq_len` on are stale. `streams`, of a target that keeps them: what `hidden` was collapsed
+    from, `stream_bytes` a token; the model says in which format.
     """
 
     hidden: DevicePtr
@@ -40,6 +41,8 @@ class TargetState:
     tokens: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     freed: bool = False
+    streams: DevicePtr = DevicePtr.NULL
+    stream_bytes: int = 0
 
     @property
     def seq_len(self) -> int:
@@ -48,9 +51,19 @@ class TargetState:
 
     def hidden_row(self, position: int) -> DevicePtr:
         """Address of the hidden row of the token at `position`, which must have been processed."""
+        self._check_position(position)
+        return self.hidden.offset(2 * position * self.hidden_size)
+
+    def streams_row(self, position: int) -> DevicePtr:
+        """Address of the residual streams of the token at `position`, which must have been processed."""
+        if self.streams.is_null:
+            raise InvalidArgumentError("streams", self.streams, "a target that keeps residual streams")
+        self._check_position(position)
+        return self.streams.offset(position * self.stream_bytes)
+
+    def _check_position(self, position: int) -> None:
         if not 0 <= position < self.seq_len:
             raise InvalidArgumentError("position", position, f"the sequence has {self.seq_len} tokens")
-        return self.hidden.offset(2 * position * self.hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,11 @@ class Target(ABC):
     def max_seq_len(self) -> int:
         """Most tokens of a sequence."""
         return self.buffers.max_seq_len()
+
+    @property
+    def keeps_streams(self) -> bool:
+        """Whether its states have the residual streams of every token, for drafters that read them."""
+        return False
 
     @abstractmethod
     def alloc_state(self) -> TargetState:

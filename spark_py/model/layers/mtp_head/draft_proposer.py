@@ -285,6 +285,7 @@ class MtpHead(MtpHeadProposeGraph, DraftProposer):
         state: ProposerState,
         ctx: ForwardContext,
         stream: StreamLike,
+        hidden_stacks: DevicePtr | None = None,
     ) -> int:
         """Feed a prompt to a fresh state: rows 0 .. P - 2 at positions 1 .. P - 1."""
         return self.catchup_drafter(prompt_tokens, hiddens, 0, 1, state, ctx, stream)
@@ -298,6 +299,7 @@ class MtpHead(MtpHeadProposeGraph, DraftProposer):
         state: ProposerState,
         ctx: ForwardContext,
         stream: StreamLike,
+        hidden_stacks: DevicePtr | None = None,
     ) -> int:
         """Append rows; see DraftProposer. InvalidArgumentError where `row_base` is not the state's row count or a pair
         key would not follow the last one, CapacityError for positions from max_seq_len on."""
