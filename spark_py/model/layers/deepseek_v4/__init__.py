@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from .attention import V4Attention, V4AttentionShape, V4AttentionWeights
+from .ffn import V4Ffn
 from .hyper import V4HyperConnections, V4HyperShape, V4HyperWeights
 from .layer import FeedForward, V4Layer, V4LayerWeights
 from .projection import V4Projection, V4Weight
@@ -25,6 +26,7 @@ __all__ = [
     "V4AttentionWeights",
     "V4BlockWeights",
     "V4ExpertWeights",
+    "V4Ffn",
     "V4FfnShape",
     "V4FfnWeights",
     "V4HyperConnections",
