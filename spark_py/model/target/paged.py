@@ -185,5 +185,5 @@ class PagedTarget(Target):
         with self.buffers.lease(region) as lease:
             self.gpu.copy_h2d_async(meta, lease.ptr, stream)
             base = lease.ptr
-            slots, lengths, tables = (base.offset(at) for at in (_SLOTS_AT, _SEQ_LENS_AT, _TABLE_AT))
-            yield AttnMetadataDev(base, base, base, slots, lengths, tables, len(table), m)
+            slot, lengths, tables = (base.offset(at) for at in (_SLOTS_AT, _SEQ_LENS_AT, _TABLE_AT))
+            yield AttnMetadataDev(base, base, base, slot, lengths, tables, len(table), m)
