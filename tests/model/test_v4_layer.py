@@ -20,7 +20,7 @@ from spark_py.runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from spark_py.testing import BF16, F32, Array, Output, assert_same_bits, f64, normal, relative_l2, upload
 from tests.kernels import v4_oracle
 from tests.model.v4_hyper_support import HYPER, Site, post_of, pre_of
-from tests.model.v4_support import SHAPE, Pages, attention_of, draw_weights, make_cache, to_device
+from tests.model.v4_support import BLOCK, SHAPE, Pages, attention_of, draw_weights, make_cache, to_device
 
 H, S, WINDOW = HYPER.hidden_size, HYPER.hc_mult, SHAPE.window
 LENGTHS = [2 * WINDOW, WINDOW + 1, 1]
@@ -134,6 +134,31 @@ def test_rows_have_the_same_bits_alone_and_together(gpu: GpuBackend, rng: np.ran
     together = last_streams(gpu, rng, host, inputs, together=True)
     for a, b in zip(together, last_streams(gpu, rng, host, inputs, together=False), strict=True):
         assert_same_bits(a, b)
+
+
+def test_rows_alone_are_those_of_decode(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    """A sequence's rows written in one call, without attention: the bytes that token by token gives; streams stay."""
+    host, tokens = Host.draw(rng), rng.standard_normal((7, S, H)).astype(F32)
+    pages, stream = Pages.scatter(rng, [len(tokens)]), gpu.default_stream()
+    steps = [pages.meta(gpu, [0], token, 3) for token in range(len(tokens))]
+    found = []
+    for together in (False, True):
+        with layer_of(gpu, host, len(tokens), pages.blocks) as layer:
+            state = Output(gpu, tokens.shape, F32, tokens)
+            if together:
+                slots = [pages.tables[0, t // BLOCK].astype(np.int64) * BLOCK + t % BLOCK for t in range(len(tokens))]
+                positions = upload(gpu, np.arange(3, 3 + len(tokens), dtype=np.uint32))
+                meta = replace(steps[0], positions=positions, slot=upload(gpu, np.array(slots)), num_seqs=len(tokens))
+                layer.write_rows(state.ptr, meta, stream)
+                assert_same_bits(state.read(), tokens)
+            else:
+                for token, meta in enumerate(steps):
+                    layer.decode(state.ptr.offset(token * S * H * 4), meta, stream)
+                assert (state.read() != tokens).any()
+            cache = layer.attention.kv_cache
+            found.append([cache.read_block(0, block)[0].tobytes() for block in range(pages.blocks)])
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 2, "blocks that were written, and one that was not"
 
 
 def test_parts_that_do_not_fit_are_named(gpu: GpuBackend, rng: np.random.Generator) -> None:

@@ -195,6 +195,13 @@ class V4Attention:
         self._attend(meta, rows, stream)
         self._project_out(output, rows, stream)
 
+    def write(self, x: DevicePtr, meta: AttnMetadataDev, stream: StreamLike) -> None:
+        """The latents that `decode` writes, and nothing else. Rows may be of one sequence: of `meta`, positions, slots
+        and num_seqs are read."""
+        rows = self._scratch.check_rows(meta.num_seqs)
+        self._check_scales()
+        self._write_row(x, meta, rows, stream)
+
     def _queries(self, x: DevicePtr, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
         shape, weights, gpu = self.shape, self.weights, self.gpu
         latent, q, rank = self._scratch["q_latent"], self._scratch["q"], shape.q_lora_rank

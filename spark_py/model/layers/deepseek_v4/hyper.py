@@ -99,17 +99,23 @@ class V4HyperConnections:
     ) -> None:
         """The streams after `sublayer`, in place. It must not use this object's connections itself, and its launches
         belong on `stream`. Where it raises, the streams are as they were."""
+        y, shape, buffers = self.enter(weights, streams, rows, stream), self.shape, self._scratch
+        o, post, comb = (buffers[name] for name in ("sublayer_out", "post", "comb"))
+        sublayer(y, o)
+        ops.hc_post(
+            self.gpu, self._kernels, o, streams, post, comb, streams, rows, shape.hidden_size, shape.hc_mult, stream
+        )
+
+    def enter(self, weights: V4HyperWeights, streams: DevicePtr, rows: int, stream: StreamLike) -> DevicePtr:
+        """What `around` gives a sublayer to read, BF16 [rows, h]: scratch of this object, until it is used again."""
         rows, shape, buffers = self._scratch.check_rows(rows), self.shape, self._scratch
-        y, o, post, comb = (buffers[name] for name in ("sublayer_in", "sublayer_out", "post", "comb"))
+        y, post, comb = (buffers[name] for name in ("sublayer_in", "post", "comb"))
         ops.hc_pre(
             self.gpu, self._kernels, streams, weights.fn, weights.scale, weights.base, y, post, comb, rows,
             shape.hidden_size, shape.hc_mult, shape.sinkhorn_iters, shape.norm_eps, shape.hc_eps, stream,
             shares=buffers["shares"],
         )  # fmt: skip
-        sublayer(y, o)
-        ops.hc_post(
-            self.gpu, self._kernels, o, streams, post, comb, streams, rows, shape.hidden_size, shape.hc_mult, stream
-        )
+        return y
 
     def collapse(
         self, weights: V4HyperWeights, streams: DevicePtr, hidden: DevicePtr, rows: int, stream: StreamLike

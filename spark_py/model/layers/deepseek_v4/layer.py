@@ -67,17 +67,24 @@ class V4Layer:
 
         Writes the row's latent to its slot. Where the feed-forward part raises, the streams are those after attention.
         """
-        weights, rows, eps = self.weights, meta.num_seqs, self.attention.shape.norm_eps
-
-        def normed(x: DevicePtr, weight: DenseWeight) -> DevicePtr:
-            rms_norm(self.gpu, self._norm_k, x, weight, x, rows, self.hidden_size, eps, stream)
-            return x
+        weights, rows = self.weights, meta.num_seqs
 
         def attend(x: DevicePtr, y: DevicePtr) -> None:
-            self.attention.decode(normed(x, weights.attn_norm), meta, y, stream)
+            self.attention.decode(self._normed(x, weights.attn_norm, rows, stream), meta, y, stream)
 
         def feed(x: DevicePtr, y: DevicePtr) -> None:
-            self.ffn(normed(x, weights.ffn_norm), y, rows, stream)
+            self.ffn(self._normed(x, weights.ffn_norm, rows, stream), y, rows, stream)
 
         self.connections.around(weights.hc_attn, streams, attend, rows, stream)
         self.connections.around(weights.hc_ffn, streams, feed, rows, stream)
+
+    def write_rows(self, streams: DevicePtr, meta: AttnMetadataDev, stream: StreamLike) -> None:
+        """The latents that `decode` writes of these streams, with the same bits, and nothing else: the streams stay as
+        they are. The rows may be of one sequence: of `meta`, positions, slots and num_seqs are read."""
+        x = self.connections.enter(self.weights.hc_attn, streams, meta.num_seqs, stream)
+        self.attention.write(self._normed(x, self.weights.attn_norm, meta.num_seqs, stream), meta, stream)
+
+    def _normed(self, x: DevicePtr, weight: DenseWeight, rows: int, stream: StreamLike) -> DevicePtr:
+        eps = self.attention.shape.norm_eps
+        rms_norm(self.gpu, self._norm_k, x, weight, x, rows, self.hidden_size, eps, stream)
+        return x
