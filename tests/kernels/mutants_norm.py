@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Mutants of norm, rms_norm_vanilla and spark_residual_add_rms_norm_vanilla."""
+"""Mutants of norm, rms_norm_vanilla, spark_residual_add_rms_norm_vanilla and spark_rms_norm_f32."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _VANILLA_CU = "spark_rms_norm<false>(input, weight, output, nullptr, hidden_size
 _VANILLA_PY = "return to_bf16(values * inverse_rms(values, eps) * to_f32(weight))"
 _FUSED = "spark_residual_add_rms_norm_vanilla::spark_residual_add_rms_norm_vanilla"
 _FUSED_CU, _FUSED_PY = "spark_residual_add_rms_norm_vanilla.cu", "spark_residual_add_rms_norm_vanilla.py"
+_WIDE, _WIDE_CU, _WIDE_PY = "spark_rms_norm_f32::spark_rms_norm_f32", "spark_rms_norm_f32.cu", "spark_rms_norm_f32.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -223,5 +224,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "eps dropped",
         cu=Patch(_FUSED_CU, "residual, hidden_size, eps);", "residual, hidden_size, 0.0f);"),
         py=Patch(_FUSED_PY, "inverse_rms(sums, eps)", "inverse_rms(sums, 0.0)"),
+    ),
+    Mutant(
+        _WIDE,
+        "streams rounded to BF16 before the norm",
+        cu=Patch(
+            _WIDE_CU,
+            "spark_pack(v.x * r * spark_low(w), v.y * r * spark_high(w))",
+            "spark_pack(spark_low(spark_pack(v.x, 0.0f)) * r * spark_low(w), v.y * r * spark_high(w))",
+        ),
+        py=Patch(_WIDE_PY, "return to_bf16(x * inverse", "return to_bf16(to_f32(to_bf16(x)) * inverse"),
+    ),
+    Mutant(
+        _WIDE,
+        "one plus the weight",
+        cu=Patch(_WIDE_CU, "v.x * r * spark_low(w)", "v.x * r * (1.0f + spark_low(w))"),
+        py=Patch(_WIDE_PY, "* to_f32(weight))", "* (1 + to_f32(weight)))"),
+    ),
+    Mutant(
+        _WIDE,
+        "second elements missing in the mean",
+        cu=Patch(_WIDE_CU, "squares += v.x * v.x + v.y * v.y;", "squares += v.x * v.x;"),
+        py=Patch(_WIDE_PY, "inverse_rms(x, eps)", "inverse_rms(x[:, ::2], eps)"),
+    ),
+    Mutant(
+        _WIDE,
+        "every row is the first",
+        cu=Patch(_WIDE_CU, "const float* x = input + start;", "const float* x = input;"),
+        py=Patch(_WIDE_PY, "return to_bf16(x * inverse", "return to_bf16(x[:1] * inverse"),
     ),
 )
