@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from spark_py.model.target import Qwen3NextTarget, TargetRows, TargetState, load_target_weights
+from spark_py.model.target import load_target_weights
 from spark_py.model.weight_map import MoeWeights
 from spark_py.runtime.errors import (
     CapacityError,
@@ -23,7 +22,8 @@ from spark_py.runtime.errors import (
 )
 from spark_py.runtime.gpu import GpuBackend, KernelHandle
 from spark_py.runtime.weights import WeightStore
-from tests.model.tiny import BF16, MOE, Array, Tiny, clear_tokens, open_target, oracle, write_tiny
+from tests.model.target_support import Trail, hidden, ids
+from tests.model.tiny import BF16, MOE, Tiny, clear_tokens, open_target, oracle, write_tiny
 
 ROUNDINGS_A_LAYER = 9
 """BF16 stores in a row through a layer: norm, projection, head norm, RoPE, attention, gate, projection, sum; as many
@@ -39,60 +39,6 @@ def tiny(tmp_path: Path, rng: np.random.Generator) -> Tiny:
 def either(request: pytest.FixtureRequest, tmp_path: Path, rng: np.random.Generator) -> Tiny:
     """A dense checkpoint, and one with experts in some layers."""
     return write_tiny(tmp_path / "model", rng, **(MOE if request.param == "experts" else {}))
-
-
-def ids(rng: np.random.Generator, count: int, vocab: int = 300) -> list[int]:
-    found: list[int] = rng.integers(0, vocab, count).tolist()
-    return found
-
-
-def hidden(target: Qwen3NextTarget, ptr: Any, rows: int) -> Array:
-    """`rows` hidden rows as bits."""
-    found = np.empty((rows, target.config.hidden_size), np.uint16)
-    target.gpu.copy_d2h(ptr, found.view(np.uint8))
-    return found
-
-
-def kv(target: Qwen3NextTarget, state: TargetState) -> list[Array]:
-    """The bits of every KV row of a sequence, by layer and side."""
-    found = []
-    for layer in range(target.config.num_hidden_layers):
-        for side in (0, 1):
-            blocks = [target.kv_cache.read_block(layer, block)[side] for block in state.block_table]
-            rows = np.concatenate(blocks).view(np.uint16).reshape(len(blocks) * 16, -1)
-            found.append(rows[: state.seq_len])
-    return found
-
-
-class Trail:
-    """What a sequence gave, row by row: logits, picks, hidden, and its KV at the end."""
-
-    def __init__(self, target: Qwen3NextTarget) -> None:
-        self.target, self.state = target, target.alloc_state()
-        self.logits: list[Array] = []
-        self.picks: list[int] = []
-
-    def verify(self, tokens: Sequence[int]) -> None:
-        self._take(self.target.verify(tokens, self.state, self.target.gpu.default_stream(), True))
-
-    def decode(self, token: int) -> None:
-        self._take(self.target.decode(token, self.state, self.target.gpu.default_stream(), True))
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        self._take(self.target.prefill(tokens, self.state, self.target.gpu.default_stream(), True))
-
-    def _take(self, rows: TargetRows) -> None:
-        assert rows.logits is not None
-        assert len(rows.logits) == len(rows.picks)
-        self.logits += list(rows.logits.view(np.uint16))
-        self.picks += rows.picks
-
-    def bits(self) -> list[Array]:
-        rows = hidden(self.target, self.state.hidden_row(0), self.state.seq_len)
-        return [rows, *kv(self.target, self.state)]
-
-    def close(self) -> None:
-        self.target.free_state(self.state)
 
 
 @pytest.mark.parametrize(
