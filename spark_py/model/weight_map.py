@@ -21,6 +21,7 @@ __all__ = [
     "DenseExpertWeight",
     "DenseWeight",
     "ExpertWeight",
+    "F32Weight",
     "Fp8DenseExpertWeight",
     "Fp8DenseWeight",
     "Fp8ExpertWeight",
@@ -46,6 +47,11 @@ class DenseWeight:
     weight: DevicePtr
     shape: tuple[int, ...] = ()
 
+    @classmethod
+    def null(cls) -> DenseWeight:
+        """A place where no tensor is."""
+        return cls(DevicePtr.NULL)
+
     def check_shape(self, name: str, *shape: int) -> None:
         """InvalidArgumentError, under `name`, where the tensor is NULL or its shape is known and is another one."""
         if self.weight.is_null:
@@ -62,6 +68,18 @@ class DenseWeight:
         if len(self.shape) != 2 or self.shape[1] != columns or self.shape[0] < 1:
             raise InvalidArgumentError(f"shape of {name}", self.shape, f"[rows, {columns}] is needed")
         return self.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class F32Weight:
+    """An FP32 tensor on the device; `shape` as that of `DenseWeight`. Rust's struct has no FP32 twin."""
+
+    weight: DevicePtr
+    shape: tuple[int, ...] = ()
+
+    def check_shape(self, name: str, *shape: int) -> None:
+        """As `DenseWeight.check_shape`."""
+        DenseWeight(self.weight, self.shape).check_shape(name, *shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +123,11 @@ class Fp8DenseWeight:
     row_scale: DevicePtr
     n: int
     k: int
+
+    @classmethod
+    def null(cls) -> Fp8DenseWeight:
+        """A place where no tensor is."""
+        return cls(DevicePtr.NULL, DevicePtr.NULL, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +183,11 @@ class DenseExpertWeight:
     up_proj: DenseWeight
     down_proj: DenseWeight
 
+    @classmethod
+    def null(cls) -> DenseExpertWeight:
+        """An expert that is elsewhere."""
+        return cls(DenseWeight.null(), DenseWeight.null(), DenseWeight.null())
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeight:
@@ -183,6 +211,11 @@ class Fp8DenseExpertWeight:
     up_proj: Fp8DenseWeight
     down_proj: Fp8DenseWeight
 
+    @classmethod
+    def null(cls) -> Fp8DenseExpertWeight:
+        """An expert that is elsewhere."""
+        return cls(Fp8DenseWeight.null(), Fp8DenseWeight.null(), Fp8DenseWeight.null())
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8ExpertWeight:
@@ -203,8 +236,8 @@ class MoeWeights(Generic[_Expert]):
     """A mixture of experts: routed ones, and a shared one that sees every token.
 
     gate: the router, BF16 [E, h]. shared_expert_gate: BF16 [1, h], whose sigmoid weighs the shared expert. experts: E
-    of them, in the format of the shared one; Rust has NVFP4 here alone. router_pre_norm [h] and correction_bias [E]
-    belong to models that have them.
+    of them, in the format of the shared one; Rust has NVFP4 here alone. router_pre_norm [h] and correction_bias FP32
+    [E] belong to models that have them.
     """
 
     gate: DenseWeight
@@ -212,7 +245,7 @@ class MoeWeights(Generic[_Expert]):
     shared_expert_gate: DenseWeight
     experts: Sequence[_Expert]
     router_pre_norm: DenseWeight | None = None
-    correction_bias: DenseWeight | None = None
+    correction_bias: F32Weight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +258,12 @@ class MtpWeights:
     The FFN is `dense_ffn`, or a mixture of experts: `moe_gate` [E, h], `shared_expert`, `shared_expert_gate` [1, h] and
     `experts`, one each. Which of the two decides `dense_ffn is None`.
 
-    All is BF16, but for projections that a checkpoint has in block-scaled E4M3 and that stay so in an FP8 head. Norms,
-    router and shared gate are always BF16.
+    Other families, as HeadBody says: `q_proj` [nq * hd, h] without gates; `q_norm` [nq * hd] and `k_norm` [nkv * hd],
+    or none; `correction_bias` FP32 [E]; no `shared_expert`, or one without its gate. `embed_tokens` and `lm_head`
+    [V, h] are the module's own; None where they are the target's.
+
+    All is BF16, but for the bias, and for projections that a checkpoint has in block-scaled E4M3 and that stay so in an
+    FP8 head. Norms, router and shared gate are always BF16.
     """
 
     pre_fc_norm_embedding: DenseWeight
@@ -237,8 +274,8 @@ class MtpWeights:
     k_proj: DenseWeight | Fp8Weight
     v_proj: DenseWeight | Fp8Weight
     o_proj: DenseWeight | Fp8Weight
-    q_norm: DenseWeight
-    k_norm: DenseWeight
+    q_norm: DenseWeight | None
+    k_norm: DenseWeight | None
     post_attn_layernorm: DenseWeight
     norm: DenseWeight
     dense_ffn: DenseExpertWeight | Fp8ExpertWeight | None = None
@@ -246,3 +283,6 @@ class MtpWeights:
     shared_expert: DenseExpertWeight | Fp8ExpertWeight | None = None
     shared_expert_gate: DenseWeight | None = None
     experts: Sequence[DenseExpertWeight | Fp8ExpertWeight] = ()
+    correction_bias: F32Weight | None = None
+    embed_tokens: DenseWeight | None = None
+    lm_head: DenseWeight | None = None

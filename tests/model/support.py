@@ -16,7 +16,7 @@ import numpy as np
 
 from spark_py.model.config import ModelConfig
 from spark_py.model.layer import ForwardContext
-from spark_py.model.layers.mtp_head import MtpHead, MtpProposerState, MtpQuantization, NormConvention
+from spark_py.model.layers.mtp_head import HeadBody, MtpHead, MtpProposerState, MtpQuantization
 from spark_py.model.levers import ModelLevers
 from spark_py.model.weight_map import DenseExpertWeight, DenseWeight, MtpWeights, QuantizedWeight
 from spark_py.runtime.buffers import BufferArena
@@ -197,7 +197,7 @@ def make_rig(
     *,
     head_class: type[MtpHead] = MtpHead,
     levers: ModelLevers | None = None,
-    norm: NormConvention = NormConvention.ONE_PLUS_W,
+    body: HeadBody | None = None,
     mtp_vocab_size: int = 0,
     max_seq_len: int = 256,
     main_kv_blocks: int = 1 << 20,
@@ -227,7 +227,7 @@ def make_rig(
         max_seq_len,
         main_kv_blocks,
         levers,
-        norm=norm,
+        body=body,
     )
     for pool in (head.kv_cache.k_pool_ptr(0), head.kv_cache.v_pool_ptr(0)):
         gpu.memset(pool, 0xFF, head.kv_cache.total_bytes() // 2)

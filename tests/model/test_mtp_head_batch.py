@@ -15,7 +15,15 @@ import pytest
 
 from spark_py.model.drafting.rows import propose_batch_cap
 from spark_py.model.layer import AttnMetadataDev, ForwardContext
-from spark_py.model.layers.mtp_head import MtpHead, MtpProposerState, MtpQuantization, NormConvention, new, projection
+from spark_py.model.layers.mtp_head import (
+    HeadBody,
+    MtpHead,
+    MtpProposerState,
+    MtpQuantization,
+    NormConvention,
+    new,
+    projection,
+)
 from spark_py.model.levers import ModelLevers
 from spark_py.model.weight_map import Fp8ExpertWeight, QuantizedWeight
 from spark_py.ops.w4a16_gemm_t import transpose_nvfp4
@@ -173,14 +181,14 @@ def test_levers_that_keep_to_the_gemv(gpu: GpuBackend, rng: np.random.Generator,
 @pytest.mark.parametrize("levers", [ModelLevers(chain_postnorm=True), ModelLevers(gemv_sw=False)], ids=["chain", "sw"])
 @pytest.mark.parametrize("norm", NormConvention)
 def test_levers_and_norms(gpu: GpuBackend, rng: np.random.Generator, levers: ModelLevers, norm: NormConvention) -> None:
-    assert agree(make_rig(gpu, rng, levers=levers, norm=norm), rng, 4)
+    assert agree(make_rig(gpu, rng, levers=levers, body=HeadBody(norm=norm)), rng, 4)
 
 
 def test_plain_norms_without_the_fused_kernel(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(monkeypatch, gpu, "spark_residual_add_rms_norm_vanilla")
-    rig = make_rig(gpu, rng, norm=NormConvention.PLAIN)
+    rig = make_rig(gpu, rng, body=HeadBody(norm=NormConvention.PLAIN))
     assert not rig.head.residual_add_rms_norm_k
     assert agree(rig, rng, 4, steps=1)
 

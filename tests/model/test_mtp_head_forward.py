@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py.model.layers.mtp_head import MtpHead, NormConvention, ffn, forward, projection
+from spark_py.model.layers.mtp_head import HeadBody, MtpHead, NormConvention, ffn, forward, projection
 from spark_py.model.levers import ModelLevers
 from spark_py.ops.residual_add import sigmoid_gate_mul
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -24,6 +24,7 @@ from tests.model.mtp_forms import hide
 from tests.model.support import BF16, Array, Oracle, Rig, download, make_rig, relative_l2
 
 BOUND = 0.025
+PLAIN = HeadBody(norm=NormConvention.PLAIN)
 
 
 class Recording(MtpHead):
@@ -87,7 +88,7 @@ def test_plain_norm_weights(
     """Also on a set that has no fused addition and norm for them."""
     if not fused:
         hide(monkeypatch, gpu, "spark_residual_add_rms_norm_vanilla")
-    rig = make_rig(gpu, rng, head_class=Recording, norm=NormConvention.PLAIN)
+    rig = make_rig(gpu, rng, head_class=Recording, body=PLAIN)
     assert bool(rig.head.residual_add_rms_norm_k) is fused
     with gpu.trace() as trace:
         check_drafts(rig, rng, 17, 3, one_plus_w=False)
@@ -295,7 +296,7 @@ def test_a_gate_after_the_output_projection_is_seen(
 
 
 def test_norm_weights_without_the_one_are_seen(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    rig = make_rig(gpu, rng, head_class=Recording, norm=NormConvention.PLAIN)
+    rig = make_rig(gpu, rng, head_class=Recording, body=PLAIN)
     with pytest.raises(AssertionError):
         check_drafts(rig, rng, 17, 3, one_plus_w=True)
 

@@ -175,7 +175,7 @@ def test_the_kv_pool_by_quantisation(
     ("changes", "words"),
     [
         ({"quant": MtpQuantization.NVFP4}, "dense FFN: use --mtp-quantization fp8 or bf16"),
-        ({"config": {"attn_output_gate": False}}, "gate"),
+        ({"change": lambda a: {"config": replace(a["config"], kv_lora_rank=512)}}, "latent .*kv_lora_rank 512"),
         ({"change": in_blocks}, "mtp q_proj is FP8 with block scales and the head bf16: take fp8"),
         ({"change": in_blocks, "quant": MtpQuantization.NVFP4, **MOE}, "mtp q_proj is FP8 .* the head nvfp4"),
     ],

@@ -245,7 +245,8 @@ def no_shared_gate(rig: Rig) -> None:
 
 
 def shares_not_normalised(rig: Rig) -> None:
-    rig.head.config = replace(rig.head.config, norm_topk_prob=False)
+    assert rig.head.router is not None
+    rig.head.router.routing = replace(rig.head.router.routing, normalize=False)
 
 
 def shared_expert_is_an_expert(rig: Rig) -> None:

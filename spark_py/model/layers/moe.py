@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Twin of `layers/moe`: a mixture of SwiGLU experts with softmax routing and a shared expert.
+"""Twin of `layers/moe`: a mixture of SwiGLU experts, and a shared one where there is one.
 
-    p = softmax(x . router), the k largest of them (renormalised with norm_topk_prob);
+    p = the weights of the k chosen experts, of x . router as `moe_routing` says;
     y = sum of p_e * E_e(x) + sigmoid(x . shared gate) * E_shared(x), E(x) = W_down (silu(W_gate x) * W_up x).
 
 Expert ids never leave the device, so that a pass can be captured in a graph.
@@ -21,7 +21,6 @@ from ...ops.dense_gemv_bf16_batchm import MAX_ROWS as ROUTER_ROWS
 from ...ops.dense_gemv_bf16_batchm import dense_gemv_batchm
 from ...ops.gemv import dense_gemv
 from ...ops.moe_silu_mul import silu_mul
-from ...ops.moe_topk import MAX_EXPERTS, MAX_TOP_K, moe_topk_softmax, moe_topk_softmax_batched
 from ...ops.moe_weighted_sum_blend import moe_weighted_sum_blend
 from ...ops.spark_moe_rows import spark_moe_weighted_sum_blend_rows
 from ...runtime.buffers import BufferArena
@@ -33,6 +32,7 @@ from ..config import ModelConfig
 from ..layer import ForwardContext
 from ..weight_map import AnyExpertWeight, MoeWeights
 from .moe_formats import expert_format
+from .moe_routing import MoeRouter, MoeRouting
 
 __all__ = ["MoeLayer"]
 
@@ -53,8 +53,8 @@ class MoeLayer:
     weights: router BF16 [E, h]; experts of one format (NVFP4, BF16, or FP8 with row scales), gate and up [I, h], down
     [h, I], NULL for an expert that is elsewhere, which counts as zeros; a shared expert of width Is =
     shared_expert_intermediate_size in the same format, NULL where that is 0; the shared expert's gate BF16 [1, h],
-    NULL for a factor of 1. They stay the caller's and must outlive the layer. I is moe_intermediate_size, or
-    intermediate_size where that is 0, as in Rust.
+    NULL for a factor of 1; the routing's correction_bias FP32 [E], where the config has one. They stay the caller's and
+    must outlive the layer. I is moe_intermediate_size, or intermediate_size where that is 0, as in Rust.
 
     Refusals: InvalidArgumentError for a number or tensor that does not fit (1 <= k <= E, E <= 512, k <= 32),
     UnsupportedError for a format or a router that is not offered, a KernelSetError for a kernel that the set lacks.
@@ -67,11 +67,13 @@ class MoeLayer:
         self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
         self.inter = config.moe_intermediate_size or config.intermediate_size
         self.shared_inter = config.shared_expert_intermediate_size
-        self.norm_topk_prob = config.norm_topk_prob
         self.format = expert_format([*weights.experts, weights.shared_expert])
         self._checked: tuple[weakref.ref[BufferArena], int] | None = None
         self._released = False
         self._owned: list[DevicePtr] = []
+        self.router = MoeRouter(
+            MoeRouting.of(config), self.num_experts, self.top_k, weights.correction_bias, gpu, name, rows=True
+        )
         self._check()
         # One launch runs the shared expert along with the others where it is as wide as they are.
         self._fused_shared = self.shared_inter == self.inter
@@ -89,7 +91,7 @@ class MoeLayer:
 
     @staticmethod
     def offered(gpu: GpuBackend, experts: Sequence[AnyExpertWeight]) -> bool:
-        """Whether the kernel set has what a layer with such experts launches."""
+        """Whether the kernel set has what a layer with such experts launches beside its router."""
         fmt = expert_format(experts)
         needed = (fmt.gate_up_k, fmt.down_k, *_COMMON)
         return all(gpu.try_kernel(*key) for key in needed)
@@ -98,12 +100,6 @@ class MoeLayer:
 
     def _check(self) -> None:
         weights, fmt, h = self.weights, self.format, self.h
-        limits = {"num_experts": (self.num_experts, MAX_EXPERTS), "num_experts_per_tok": (self.top_k, MAX_TOP_K)}
-        for what, (number, limit) in limits.items():
-            if count(what, number) > limit:
-                raise InvalidArgumentError(what, number, f"the router takes {limit} at most")
-        if self.top_k > self.num_experts:
-            raise InvalidArgumentError("num_experts_per_tok", self.top_k, f"there are {self.num_experts} experts")
         if len(weights.experts) != self.num_experts:
             raise InvalidArgumentError("experts", len(weights.experts), f"num_experts = {self.num_experts} are needed")
         for what, width in (
@@ -113,9 +109,8 @@ class MoeLayer:
         ):
             if count(what, width) % fmt.step:
                 raise InvalidArgumentError(what, width, f"a multiple of {fmt.step} is needed by {fmt.name} experts")
-        for what, extra in (("router_pre_norm", weights.router_pre_norm), ("correction_bias", weights.correction_bias)):
-            if extra is not None:
-                raise UnsupportedError(f"{self.name}: a router with a {what} is not offered, softmax routing alone")
+        if weights.router_pre_norm is not None:
+            raise UnsupportedError(f"{self.name}: a router with a router_pre_norm is not offered")
         weights.gate.check_shape(f"{self.name} gate", self.num_experts, h)
         if not weights.shared_expert_gate.weight.is_null:
             weights.shared_expert_gate.check_shape(f"{self.name} shared_expert_gate", 1, h)
@@ -140,7 +135,7 @@ class MoeLayer:
     def _resolve_kernels(self) -> None:
         gpu, fmt = self.gpu, self.format
         self.gate_up_k, self.down_k = gpu.kernel(*fmt.gate_up_k), gpu.kernel(*fmt.down_k)
-        self.dense_gemv_k, self.moe_topk_k, self.moe_weighted_sum_blend_k = (gpu.kernel(*key) for key in _COMMON)
+        self.dense_gemv_k, self.moe_weighted_sum_blend_k = (gpu.kernel(*key) for key in _COMMON)
         self.gemv_k = self.moe_silu_mul_k = KernelHandle(0)
         if self.shared_inter and not self._fused_shared:
             self.gemv_k, self.moe_silu_mul_k = gpu.kernel(*fmt.gemv_k), gpu.kernel("moe_silu_mul", "moe_silu_mul")
@@ -152,7 +147,7 @@ class MoeLayer:
     @property
     def rows_in_one_pass(self) -> bool:
         """Whether `forward_rows` launches kernels for several rows, not those for one in a loop."""
-        return all(self._rows_k)
+        return all(self._rows_k) and bool(self.router.rows_kernel)
 
     def _tables(self, projection: str) -> Any:
         """The device tables of a projection, an entry an expert."""
@@ -228,7 +223,7 @@ class MoeLayer:
         gpu, h, k = self.gpu, self.h, self.top_k
         logits, weights = buf.gate_logits(), ids.offset(_ROUTE * k)
         dense_gemv(gpu, self.dense_gemv_k, normed, self.weights.gate, logits, self.num_experts, h, stream)
-        moe_topk_softmax(gpu, self.moe_topk_k, logits, ids, weights, self.num_experts, k, self.norm_topk_prob, stream)
+        self.router.route(logits, ids, weights, stream)
         self._experts(self.gate_up_k, self.down_k, normed, ids, None, buf, stream)
         moe_weighted_sum_blend(
             gpu, self.moe_weighted_sum_blend_k, output, buf.expert_down_out(), weights, buf.attn_output(), normed,
@@ -239,13 +234,13 @@ class MoeLayer:
         self, normed: DevicePtr, output: DevicePtr, m: int, ids: DevicePtr, buf: BufferArena, stream: StreamLike
     ) -> None:
         gpu, h, k, experts = self.gpu, self.h, self.top_k, self.num_experts
-        gate_up, down, router, topk, blend = self._rows_k
+        gate_up, down, router, blend = self._rows_k
         logits, weights = buf.gate_logits(), ids.offset(_ROUTE * m * k)
         for first in range(0, m, ROUTER_ROWS):
             some, at = min(ROUTER_ROWS, m - first), logits.offset(first * experts * _BF16)
             rows = normed.offset(first * h * _BF16)
             dense_gemv_batchm(gpu, router, rows, self.weights.gate, at, some, experts, h, experts, stream)
-        moe_topk_softmax_batched(gpu, topk, logits, ids, weights, m, experts, k, self.norm_topk_prob, stream)
+        self.router.route_rows(logits, ids, weights, m, stream)
         self._experts(gate_up, down, normed, ids, m, buf, stream)
         spark_moe_weighted_sum_blend_rows(
             gpu, blend, output, buf.expert_down_out(), weights, buf.attn_output(), normed,
@@ -315,9 +310,8 @@ class MoeLayer:
         self.release()
 
 
-_COMMON = (("gemv", "dense_gemv_bf16"), ("moe_topk", "moe_topk_softmax"), ("moe_expert_gemv", "moe_weighted_sum_blend"))
+_COMMON = (("gemv", "dense_gemv_bf16"), ("moe_expert_gemv", "moe_weighted_sum_blend"))
 _COMMON_ROWS = (
     ("dense_gemv_bf16_batchm", "dense_gemv_bf16_batchm"),
-    ("moe_topk", "moe_topk_softmax_batched"),
     ("spark_moe_rows", "spark_moe_weighted_sum_blend_rows"),
 )

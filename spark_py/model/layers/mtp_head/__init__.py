@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
+from .body import HeadBody, QkNorm, SharedExpert
 from .draft_proposer import MtpHead
 from .types import MtpProposerState, MtpQuantization, NormConvention
 
-__all__ = ["MtpHead", "MtpProposerState", "MtpQuantization", "NormConvention"]
+__all__ = ["HeadBody", "MtpHead", "MtpProposerState", "MtpQuantization", "NormConvention", "QkNorm", "SharedExpert"]

@@ -42,7 +42,7 @@ def stage_norms(
     Of a head with experts, the embedding and the attention's output are left out: the FFN wrote over them.
     """
     buf, h, q, kv = ctx.buffers, head.h, head.nq * head.hd, head.nkv * head.hd
-    qkv, keys, values = buf.qkv_output(), 2 * rows * q, rows * (2 * q + kv)
+    qkv, keys, values = buf.qkv_output(), rows * head.q_width, rows * (head.q_width + kv)
 
     def part(of: DevicePtr, width: int, start: int = 0) -> tuple[DevicePtr, int]:
         return of.offset(BF16_BYTES * (start + row * width)), width
@@ -51,8 +51,8 @@ def stage_norms(
         "embedding": part(buf.ssm_qkvz(), h),
         "normed embedding": part(buf.ssm_deinterleaved(), h),
         "normed hidden": part(buf.ssm_gates(), h),
-        "query": (qkv.offset(BF16_BYTES * row * 2 * q), q),
-        "gate": (qkv.offset(BF16_BYTES * (row * 2 + 1) * q), q),
+        "query": (qkv.offset(BF16_BYTES * row * head.q_width), q),
+        "gate": (qkv.offset(BF16_BYTES * (row * head.q_width + q)), q),
         "key": part(qkv, kv, keys),
         "value": part(qkv, kv, values),
         "attention": part(buf.attn_output(), q),
@@ -62,6 +62,8 @@ def stage_norms(
         "normed stream": part(buf.norm_output(), h),
         "logits": part(buf.logits(), head.draft_vocab),
     }
+    if not head.body.gated:
+        del stages["gate"]
     dense: object = head.dense_ffn_generic
     if not dense:
         del stages["embedding"], stages["attention"]

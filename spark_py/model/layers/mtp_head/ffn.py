@@ -8,7 +8,6 @@ import numpy as np
 
 from ....ops.gemv import dense_gemv
 from ....ops.moe_silu_mul import silu_mul
-from ....ops.moe_topk import moe_topk_softmax
 from ....ops.moe_weighted_sum_blend import moe_weighted_sum_blend
 from ....runtime.errors import CapacityError
 from ....runtime.gpu import DevicePtr, StreamLike
@@ -55,30 +54,31 @@ class MtpHeadFfn(MtpHeadProjection):
         Overwrites `gate_logits`, `logits`, `ssm_qkvz`, `attn_output`, the experts' buffers and the routing in scratch.
         """
         experts, shared = self.moe_experts_generic, self.moe_shared_generic
-        gate_weight, router = self.shared_expert_gate, self.moe_gate
+        gate, router = self.moe_gate, self.router
         assert experts is not None
-        assert shared is not None
+        assert gate is not None
         assert router is not None
-        assert gate_weight is not None
         gpu, buf, h, top_k = self.gpu, ctx.buffers, self.h, self.experts_per_token
         logits, expert_out = buf.gate_logits(), buf.expert_down_out()
         output = buf.moe_output().offset(row * h * BF16_BYTES)
 
-        dense_gemv(gpu, self.dense_gemv_k, normed, router, logits, len(experts), h, stream)
+        dense_gemv(gpu, self.dense_gemv_k, normed, gate, logits, len(experts), h, stream)
         with buf.lease(ScratchRegion.moe_routing(1, top_k)) as lease:
             indices, weights = lease.ptr, lease.ptr.offset(4 * top_k)
-            normalize = self.config.norm_topk_prob
-            moe_topk_softmax(gpu, self.moe_topk_k, logits, indices, weights, len(experts), top_k, normalize, stream)
+            router.route(logits, indices, weights, stream)
             for slot, expert in enumerate(self._read_ids(indices, top_k, len(experts), stream)):
-                gate = buf.expert_gate_out().offset(slot * self.inter * BF16_BYTES)
-                up = buf.expert_up_out().offset(slot * self.inter * BF16_BYTES)
-                down = expert_out.offset(slot * h * BF16_BYTES)
-                self._swiglu(normed, experts[expert], self.inter, gate, up, down, stream)
+                inner = slot * self.inter * BF16_BYTES
+                gate_out, up_out = buf.expert_gate_out().offset(inner), buf.expert_up_out().offset(inner)
+                down_out = expert_out.offset(slot * h * BF16_BYTES)
+                self._swiglu(normed, experts[expert], self.inter, gate_out, up_out, down_out, stream)
             shared_out = buf.attn_output()
-            self._swiglu(normed, shared, self.shared_inter, buf.logits(), buf.ssm_qkvz(), shared_out, stream)
+            if shared is None:
+                gpu.memset_async(shared_out, 0, h * BF16_BYTES, stream)
+            else:
+                self._swiglu(normed, shared, self.shared_inter, buf.logits(), buf.ssm_qkvz(), shared_out, stream)
             moe_weighted_sum_blend(
-                gpu, self.moe_weighted_sum_blend_k, output, expert_out, weights, shared_out, normed, gate_weight,
-                h, top_k, h, stream,
+                gpu, self.moe_weighted_sum_blend_k, output, expert_out, weights, shared_out, normed,
+                self.shared_expert_gate, h, top_k, h, stream,
             )  # fmt: skip
         return output
 

@@ -22,6 +22,7 @@ from ....runtime.scratch import ScratchRegion
 from ...layer import AttnMetadataDev, ForwardContext
 from ...weight_map import DenseWeight
 from ..mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
+from .body import QkNorm
 from .ffn import MtpHeadFfn
 from .grammar import MaskWords, masked_argmax
 from .new import BF16_BYTES, KV_BLOCK_SIZE, log
@@ -52,7 +53,7 @@ class MtpHeadForward(MtpHeadFfn):
         """Write pair key `position - 1` and give the guess for token `position + 1`.
 
         token: an id of the embedding table, the token at `position`. target_hidden: BF16 [h], the hidden row of the
-        token before it; may be `hidden_states`, which holds this row's own on return: the next draft's hidden. With a
+        token before it; may be `output_row`, which holds this row's own on return: the next draft's hidden. With a
         draft_embed_target and no mask the result is PLACEHOLDER and the id stays in `draft_token_id_dev`.
         """
         # 1 to 12.
@@ -77,9 +78,11 @@ class MtpHeadForward(MtpHeadFfn):
         ctx: ForwardContext,
         stream: StreamLike,
     ) -> None:
-        """`forward_one` without a guess, steps 1 to 10 and 14: the row and `hidden_states`, with the same bits. For
-        rows whose output another module reads."""
+        """`forward_one` without a guess, steps 1 to 10 and 14: the row and `output_row`, with the same bits. For rows
+        whose output another module reads."""
         self._run_row(self._forward_body, token, target_hidden, position, state, ctx, stream)
+        if self.body.chain_after_norm:
+            self._final_norm(ctx, stream)
         state.seq_len += 1
         state.last_pair_key = position - 1
 
@@ -113,9 +116,12 @@ class MtpHeadForward(MtpHeadFfn):
         self._forward_body(embed, target_hidden, meta, ctx, stream)
 
         # 11. Final norm.  12. LM head.
+        self._final_norm(ctx, stream)
+        self._lm_head(ctx.buffers.norm_output(), ctx.buffers.logits(), stream)
+
+    def _final_norm(self, ctx: ForwardContext, stream: StreamLike) -> None:
         buf = ctx.buffers
         self._rms_norm(buf.hidden_states(), self.norm, buf.norm_output(), 1, self.h, stream)
-        self._lm_head(buf.norm_output(), buf.logits(), stream)
 
     def _forward_body(
         self, embed: DevicePtr, target_hidden: DevicePtr, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
@@ -130,30 +136,30 @@ class MtpHeadForward(MtpHeadFfn):
         self._rms_norm(embed, self.pre_fc_norm_embedding, normed_embed, 1, h, stream)
         self._rms_norm(target_hidden, self.pre_fc_norm_hidden, normed_hidden, 1, h, stream)
 
-        # 3. [embedding | hidden].  4. fc.  5. Residual.
+        # 3. [embedding | hidden], or the other way round.  4. fc.  5. Residual.
         concat = buf.ssm_ba()
-        bf16_concat(gpu, self.bf16_concat_k, normed_embed, normed_hidden, concat, h, stream)
+        first, second = self._in_order(normed_embed, normed_hidden)
+        bf16_concat(gpu, self.bf16_concat_k, first, second, concat, h, stream)
         self.gemv(concat, self.fc, hidden, h, 2 * h, stream)
         gpu.copy_d2d_async(hidden, residual, h * BF16_BYTES, stream)
 
         # 6. Input norm.
         self._rms_norm(hidden, self.input_layernorm, norm_output, 1, h, stream)
 
-        # 7. Projections: [Q | gate | K | V], then a norm of each head of Q and K.
+        # 7. Projections: [Q | gate | K | V], [Q | K | V] without gates, then the norms of Q and K.
         q_elements, kv_elements = nq * hd, nkv * hd
         q = buf.qkv_output()
-        gate = q.offset(q_elements * BF16_BYTES)
-        k = q.offset(2 * q_elements * BF16_BYTES)
+        k = q.offset(self.q_width * BF16_BYTES)
         v = k.offset(kv_elements * BF16_BYTES)
         self._project_qg(norm_output, q, stream)
         self._project_kv(norm_output, k, v, stream)
-        self._rms_norm(q, self.q_norm, q, nq, hd, stream)
-        self._rms_norm(k, self.k_norm, k, nkv, hd, stream)
+        self._norm_queries(q, 1, stream)
+        self._norm_keys(k, 1, stream)
 
         # 8. Attention over the drafter's own rows.
         attn_output = buf.attn_output()
         self._attention(q, k, v, meta, attn_output, stream)
-        sigmoid_gate_mul(gpu, self.sigmoid_gate_mul_k, attn_output, gate, attn_output, q_elements, stream)
+        self._apply_gate(q, attn_output, stream)
 
         # 9. Output projection, residual, post-attention norm.
         self.gemv(attn_output, self.o_proj, norm_output, h, q_elements, stream)
@@ -164,6 +170,53 @@ class MtpHeadForward(MtpHeadFfn):
         residual_add(gpu, self.residual_add_k, hidden, moe_output, h, stream)
 
     # ------------------------------------------------------------ pieces
+
+    def _in_order(self, embed: DevicePtr, hidden: DevicePtr) -> tuple[DevicePtr, DevicePtr]:
+        """The two inputs as the columns of `fc` have them."""
+        return (hidden, embed) if self.body.hidden_first else (embed, hidden)
+
+    def _concat_rows(
+        self, embed: DevicePtr, hidden: DevicePtr, concat: DevicePtr, rows: int, stream: StreamLike
+    ) -> None:
+        """concat BF16 [rows, 2h] of BF16 [rows, h] each."""
+        row = self.h * BF16_BYTES
+        first, second = self._in_order(embed, hidden)
+        for source, target in ((first, concat), (second, concat.offset(row))):
+            self.gpu.copy_d2d_2d_async(source, row, target, 2 * row, row, rows, stream)
+
+    def _norm_queries(self, queries: DevicePtr, rows: int, stream: StreamLike) -> None:
+        """The norm of queries, BF16 [rows, q_width]. Where gates lie between, row by row: one launch over all would
+        take gates for queries."""
+        if self.q_norm is None:
+            return
+        step = 1 if self.body.gated else rows
+        for row in range(0, rows, step):
+            at = queries.offset(row * self.q_width * BF16_BYTES)
+            self._norm_heads(at, self.q_norm, step, self.nq, stream)
+
+    def _norm_keys(self, keys: DevicePtr, rows: int, stream: StreamLike) -> None:
+        """The norm of keys, BF16 [rows, nkv, hd]."""
+        if self.k_norm is not None:
+            self._norm_heads(keys, self.k_norm, rows, self.nkv, stream)
+
+    def _norm_heads(self, x: DevicePtr, weight: DenseWeight, rows: int, heads: int, stream: StreamLike) -> None:
+        """The norm of BF16 [rows, heads, hd] in place: of each head, or of each row."""
+        if self.body.qk_norm is QkNorm.WHOLE:
+            self._rms_norm(x, weight, x, rows, heads * self.hd, stream)
+        else:
+            self._rms_norm(x, weight, x, rows * heads, self.hd, stream)
+
+    def _apply_gate(self, queries: DevicePtr, output: DevicePtr, stream: StreamLike) -> None:
+        """The attention's output of one row, BF16 [nq, hd], times sigmoid of the gates behind its queries."""
+        if self.body.gated:
+            n = self.nq * self.hd
+            gate = queries.offset(n * BF16_BYTES)
+            sigmoid_gate_mul(self.gpu, self.sigmoid_gate_mul_k, output, gate, output, n, stream)
+
+    def output_row(self, ctx: ForwardContext) -> DevicePtr:
+        """BF16 [h], where a row's draft leaves what the next draft or module goes on from: `hidden_states`, or
+        `norm_output` where the body chains behind the final norm."""
+        return ctx.buffers.norm_output() if self.body.chain_after_norm else ctx.buffers.hidden_states()
 
     def _rms_norm(
         self, source: DevicePtr, weight: DenseWeight, output: DevicePtr, rows: int, width: int, stream: StreamLike

@@ -16,7 +16,7 @@ import numpy as np
 from ....ops.argmax import argmax_bf16, argmax_bf16_batch, argmax_bf16_batch_lp
 from ....ops.gemm import dense_gemm_pipelined
 from ....ops.moe_silu_mul import silu_mul
-from ....ops.residual_add import residual_add, sigmoid_gate_mul
+from ....ops.residual_add import residual_add
 from ....ops.ssm_preprocess import deinterleave_qg
 from ....ops.w4a16_gemm_t import w4a16_gemm_n128_ldb
 from ....ops.w4a16_gemv import w4a16_gemv_qg
@@ -132,9 +132,8 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         self._rms_norm(normed_hidden, self.pre_fc_norm_hidden, normed_hidden, n, h, stream)
 
         # 3. [embedding | hidden].  4. fc.  5. The residual is first read after step 9, which writes it.
-        concat, row_bytes = buf.ssm_ba(), h * BF16_BYTES
-        for source, target in ((normed_embed, concat), (normed_hidden, concat.offset(row_bytes))):
-            gpu.copy_d2d_2d_async(source, row_bytes, target, 2 * row_bytes, row_bytes, n, stream)
+        concat = buf.ssm_ba()
+        self._concat_rows(normed_embed, normed_hidden, concat, n, stream)
         self.project_rows(concat, self.fc, hidden, n, h, 2 * h, stream)
 
         # 6. Input norm.
@@ -143,22 +142,21 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         # 7. Projections, then a norm of each head of Q and K.
         q_elements, kv_elements = self.nq * hd, nkv * hd
         qg = buf.qkv_output()
-        k = qg.offset(n * 2 * q_elements * BF16_BYTES)
+        k = qg.offset(n * self.q_width * BF16_BYTES)
         v = k.offset(n * kv_elements * BF16_BYTES)
         self._project_qg_rows(norm_output, qg, n, stream)
         self.project_rows(norm_output, self.k_proj, k, n, kv_elements, h, stream)
         self.project_rows(norm_output, self.v_proj, v, n, kv_elements, h, stream)
         self._norm_queries(qg, n, stream)
-        self._rms_norm(k, self.k_norm, k, n * nkv, hd, stream)
+        self._norm_keys(k, n, stream)
 
         # 8. Attention, each sequence over its own rows.
         attn_output = buf.attn_output()
         for i, meta in enumerate(metas):
-            q_i, kv_at = qg.offset(i * 2 * q_elements * BF16_BYTES), i * kv_elements * BF16_BYTES
-            gate_i = q_i.offset(q_elements * BF16_BYTES)
+            q_i, kv_at = qg.offset(i * self.q_width * BF16_BYTES), i * kv_elements * BF16_BYTES
             out_i = attn_output.offset(i * q_elements * BF16_BYTES)
             self._attention(q_i, k.offset(kv_at), v.offset(kv_at), meta, out_i, stream)
-            sigmoid_gate_mul(gpu, self.sigmoid_gate_mul_k, out_i, gate_i, out_i, q_elements, stream)
+            self._apply_gate(q_i, out_i, stream)
 
         # 9. Output projection, residual, post-attention norm.
         self.project_rows(attn_output, self.o_proj, norm_output, n, h, q_elements, stream)
@@ -200,8 +198,12 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         self.gemv_rows(input, proj, output, m, n, k, stream)
 
     def _project_qg_rows(self, normed: DevicePtr, output: DevicePtr, m: int, stream: StreamLike) -> None:
-        """output BF16 [m, 2, nq, hd]: of each row the queries of all heads, then the gates of all heads."""
-        gpu, n, h, nq, hd = self.gpu, 2 * self.nq * self.hd, self.h, self.nq, self.hd
+        """output BF16 [m, 2, nq, hd]: of each row the queries of all heads, then the gates of all heads. Without gates
+        [m, nq, hd]."""
+        gpu, n, h, nq, hd = self.gpu, self.q_width, self.h, self.nq, self.hd
+        if not self.body.gated:
+            self.project_rows(normed, self.q_proj, output, m, n, h, stream)
+            return
         if not isinstance(self.q_proj, QuantizedWeight):
             self.project_rows(normed, self.q_proj, output, m, n, h, stream)
             deinterleave_qg(gpu, self.deinterleave_qg_k, output, m, nq, hd, n, stream)
@@ -216,12 +218,6 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
             else:
                 w4a16_gemv_qg_batch(gpu, self.w4a16_gemv_qg_batch[rows], a, self.q_proj, c, n, h, nq, hd, stream)
             row += rows
-
-    def _norm_queries(self, qg: DevicePtr, n: int, stream: StreamLike) -> None:
-        """The norm of each head's query. Row by row: one launch over all would take gates for queries."""
-        for i in range(n):
-            q = qg.offset(i * 2 * self.nq * self.hd * BF16_BYTES)
-            self._rms_norm(q, self.q_norm, q, self.nq, self.hd, stream)
 
     def _lm_head_rows(self, normed: DevicePtr, logits: DevicePtr, n: int, stream: StreamLike) -> None:
         """logits BF16 [n, draft_vocab]. Which kernel is a matter of n alone, so that a captured pass stays true."""

@@ -10,6 +10,7 @@ from ....runtime.gpu import GpuBackend, KernelHandle
 from ....runtime.kv_cache import KvCacheDtype
 from ...drafting.rows import LM_HEAD_WIDTHS
 from ...weight_map import DenseWeight, Fp8DenseWeight, Fp8Weight, QuantizedWeight
+from .body import HeadBody
 from .types import MtpQuantization, NormConvention
 
 __all__ = ["MtpHeadKernels"]
@@ -51,7 +52,6 @@ class MtpHeadKernels:
     w4a16_gemv_dual_k: KernelHandle
     deinterleave_qg_k: KernelHandle
     moe_silu_mul_k: KernelHandle
-    moe_topk_k: KernelHandle
     moe_weighted_sum_blend_k: KernelHandle
     dense_gemm_k: KernelHandle
     dense_gemm_pipelined_k: KernelHandle
@@ -66,7 +66,7 @@ class MtpHeadKernels:
         self,
         gpu: GpuBackend,
         quant: MtpQuantization,
-        norm: NormConvention,
+        body: HeadBody,
         formats: Set[type],
         *,
         silu: bool,
@@ -84,7 +84,7 @@ class MtpHeadKernels:
             return gpu.try_kernel(module, function) if use else _NONE
 
         # What every head runs.
-        plain = norm is NormConvention.PLAIN
+        plain = body.norm is NormConvention.PLAIN
         vanilla = ("rms_norm_vanilla", "rms_norm_vanilla")
         self.rms_norm_k = gpu.kernel(*vanilla) if plain else gpu.kernel("norm", "rms_norm")
         fused_vanilla = ("spark_residual_add_rms_norm_vanilla", "spark_residual_add_rms_norm_vanilla")
@@ -93,7 +93,7 @@ class MtpHeadKernels:
         )
         self.rope_k = gpu.kernel("rope", "rope_forward")
         self.residual_add_k = gpu.kernel("residual_add", "bf16_residual_add")
-        self.sigmoid_gate_mul_k = gpu.kernel("residual_add", "sigmoid_gate_mul")
+        self.sigmoid_gate_mul_k = needed(body.gated, "residual_add", "sigmoid_gate_mul")
         self.bf16_concat_k = gpu.kernel("residual_add", "bf16_concat")
         self.argmax_k = gpu.kernel("argmax", "argmax_bf16")
         self.embed_from_argmax_k = gpu.kernel("embed_from_argmax", "embed_from_argmax")
@@ -113,13 +113,12 @@ class MtpHeadKernels:
         self.w4a16_gemv_k = needed(nvfp4, "w4a16_gemv", "w4a16_gemv")
         self.w4a16_gemv_sw_k = optional(nvfp4, "w4a16_gemv", "w4a16_gemv_sw")
         packed = quant is MtpQuantization.NVFP4
-        self.w4a16_gemv_qg_k = needed(packed, "w4a16_gemv", "w4a16_gemv_qg")
+        self.w4a16_gemv_qg_k = needed(packed and body.gated, "w4a16_gemv", "w4a16_gemv_qg")
         self.w4a16_gemv_dual_k = needed(packed, "w4a16_gemv_fused", "w4a16_gemv_dual")
-        self.deinterleave_qg_k = needed(not packed, "ssm_preprocess", "deinterleave_qg")
+        self.deinterleave_qg_k = needed(not packed and body.gated, "ssm_preprocess", "deinterleave_qg")
 
         # By the FFN.
         self.moe_silu_mul_k = needed(silu, "moe_silu_mul", "moe_silu_mul")
-        self.moe_topk_k = needed(routes, "moe_topk", "moe_topk_softmax")
         self.moe_weighted_sum_blend_k = needed(routes, "moe_expert_gemv", "moe_weighted_sum_blend")
 
         # For several rows at a time; without them rows go one at a time, or (the GEMM) not at all. The GEMMs are for
@@ -131,7 +130,7 @@ class MtpHeadKernels:
         self.dense_gemv_fp8w_batchm_k = optional(Fp8DenseWeight in formats, "gemv_fp8w", "spark_dense_gemv_fp8w_batchm")
         self.w8a16_gemv_batchm_k = optional(Fp8Weight in formats, "w8a16_gemv", "spark_w8a16_gemv_batchm")
         self.w4a16_batchm = _w4a16_widths(gpu) if nvfp4 else {}
-        self.w4a16_gemv_qg_batch = _qg_widths(gpu) if packed else {}
+        self.w4a16_gemv_qg_batch = _qg_widths(gpu) if packed and body.gated else {}
         self.w4a16_gemm_t_k = tgemm_kernel(gpu) if tiles else _NONE
         self.argmax_batch_k = gpu.try_kernel("argmax", "argmax_bf16_batch")
         self.argmax_batch_lp_k = gpu.try_kernel("argmax", "argmax_bf16_batch_lp")

@@ -19,10 +19,11 @@ from ...config import ModelConfig
 from ...drafting.rows import PROPOSE_META_SEQS, propose_meta_stride
 from ...levers import ModelLevers
 from ...weight_map import DenseWeight, MtpWeights, QuantizedWeight
+from .body import HeadBody, QkNorm
 from .ffn_weights import build_ffn, ffn_widths
 from .kernels import MtpHeadKernels
 from .quantize import Quantizer
-from .types import MtpPrefillScratch, MtpProposerState, MtpQuantization, NormConvention, ProjectionWeight
+from .types import MtpPrefillScratch, MtpProposerState, MtpQuantization, ProjectionWeight
 
 __all__ = ["BF16_BYTES", "KV_BLOCK_SIZE", "PREFILL_CHUNK", "MtpHeadNew", "mtp_num_blocks"]
 
@@ -49,17 +50,19 @@ def mtp_num_blocks(max_seq_len: int, mtp_max_seqs: int, main_kv_blocks: int) -> 
 
 
 class MtpHeadNew(MtpHeadKernels):
-    """The fields of the head. The parameters are Rust's, in Rust's order; `norm` is new.
+    """The fields of the head. The parameters are Rust's, in Rust's order; `body` is new: None takes the one that
+    belongs to the configuration, Qwen3-Next's for its models.
 
     weights, embed_tokens [V, h] and lm_head [V, h] stay the caller's and must outlive the head; of what it quantises
     the head has copies, so that in FP8 and NVFP4 it needs only the norms, the router and the shared gate of `weights`.
+    A table of the module's own in `weights` takes the place of the one that is passed.
     Tables may be padded: the draft vocabulary is the smallest of mtp_vocab_size (0: no limit), config.vocab_size and
     the rows of both tables. lm_head: BF16, or NVFP4 for any quantisation of the head; lm_head_nvfp4_t: the transposed
     twin of an NVFP4 LM head that is the target's own, and its row length; `lm_head_tgemm` off drops it. max_seq_len:
     tokens of a sequence. main_kv_blocks: blocks of the target's pool.
 
-    UnsupportedError for what is not offered (a dense FFN in NVFP4, attention without gate), InvalidArgumentError for a
-    tensor or number that does not fit, a KernelSetError for a missing kernel. Nothing stays allocated after an error.
+    UnsupportedError for what is not offered (a dense FFN in NVFP4, latent attention), InvalidArgumentError for a tensor
+    or number that does not fit, a KernelSetError for a missing kernel. Nothing stays allocated after an error.
     """
 
     def __init__(
@@ -76,37 +79,40 @@ class MtpHeadNew(MtpHeadKernels):
         main_kv_blocks: int,
         levers: ModelLevers,
         *,
-        norm: NormConvention = NormConvention.ONE_PLUS_W,
+        body: HeadBody | None = None,
     ) -> None:
-        if not config.attn_gated:
-            raise UnsupportedError("an MTP head whose attention has no output gate is not offered")
+        body = HeadBody.of(config) if body is None else body
         if quant is MtpQuantization.NVFP4 and weights.dense_ffn is not None:
             raise UnsupportedError(
                 "MTP NVFP4 mode is not supported for MTP heads with a dense FFN: use --mtp-quantization fp8 or bf16"
             )
         h, nq = config.hidden_size, config.num_attention_heads
         nkv, hd = config.num_key_value_heads, config.head_dim
-        inter, shared_inter = ffn_widths(config, weights.dense_ffn is not None)
+        inter, shared_inter = ffn_widths(config, weights.dense_ffn is not None, body)
+        embed_tokens, lm_head = weights.embed_tokens or embed_tokens, weights.lm_head or lm_head
         _check_dimensions(h, nq, nkv, hd, (inter, shared_inter), quant, lm_head)
 
         self.gpu, self.config, self.levers = gpu, config, levers
-        self.quant, self.norm_convention = quant, norm
+        self.quant, self.body = quant, body
         self.h, self.nq, self.nkv, self.hd = h, nq, nkv, hd
+        # Elements of a row of the query projection: queries, and a gate for each where there are any.
+        self.q_width = nq * hd * (2 if body.gated else 1)
         self.inter, self.shared_inter, self.experts_per_token = inter, shared_inter, config.num_experts_per_tok
         self.eps, self.rotary_dim, self.rope_theta = config.rms_norm_eps, config.rotary_dim(), config.rope_theta
         self.max_seq_len = count("max_seq_len", max_seq_len)
 
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "input_layernorm", "post_attn_layernorm", "norm"):
             getattr(weights, name).check_shape(f"mtp {name}", h)
-        for name in ("q_norm", "k_norm"):
-            getattr(weights, name).check_shape(f"mtp {name}", hd)
+        for name, heads in (("q_norm", nq), ("k_norm", nkv)):
+            _check_qk_norm(f"mtp {name}", getattr(weights, name), heads, hd, body.qk_norm)
         self.pre_fc_norm_embedding = weights.pre_fc_norm_embedding
         self.pre_fc_norm_hidden = weights.pre_fc_norm_hidden
         self.input_layernorm = weights.input_layernorm
         self.post_attn_layernorm = weights.post_attn_layernorm
         self.norm = weights.norm
         self.q_norm, self.k_norm = weights.q_norm, weights.k_norm
-        self.moe_gate, self.shared_expert_gate = weights.moe_gate, weights.shared_expert_gate
+        self.moe_gate = weights.moe_gate
+        self.shared_expert_gate = weights.shared_expert_gate or DenseWeight.null()
 
         self.mtp_vocab_size = count("mtp_vocab_size", mtp_vocab_size, 0)
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
@@ -143,17 +149,18 @@ class MtpHeadNew(MtpHeadKernels):
         self._stack.callback(quantizer.release)
         q = quantizer.proj
         self.fc = q("fc", weights.fc, h, h * 2)
-        self.q_proj = q("q_proj", weights.q_proj, nq * hd * 2, h)
+        self.q_proj = q("q_proj", weights.q_proj, self.q_width, h)
         self.k_proj = q("k_proj", weights.k_proj, nkv * hd, h)
         self.v_proj = q("v_proj", weights.v_proj, nkv * hd, h)
         self.o_proj = q("o_proj", weights.o_proj, h, nq * hd)
-        ffn = build_ffn(weights, quantizer, config, gpu, levers)
+        ffn = build_ffn(weights, quantizer, config, gpu, levers, self.body)
         for layer in (ffn.moe_nvfp4, ffn.moe_fused):
             if layer is not None:
                 self._stack.callback(layer.release)
         self.dense_ffn_generic = ffn.dense_ffn_generic
         self.moe_nvfp4, self.moe_fused = ffn.moe_nvfp4, ffn.moe_fused
         self.moe_experts_generic, self.moe_shared_generic = ffn.moe_experts_generic, ffn.moe_shared_generic
+        self.router = ffn.router
 
         routes = ffn.moe_experts_generic is not None
         used: list[ProjectionWeight] = [self.fc, self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.lm_head]
@@ -162,7 +169,7 @@ class MtpHeadNew(MtpHeadKernels):
         if routes and self.moe_gate is not None:
             used.append(self.moe_gate)
         self._resolve_kernels(
-            gpu, quant, self.norm_convention, {type(weight) for weight in used},
+            gpu, quant, self.body, {type(weight) for weight in used},
             silu=routes or ffn.dense_ffn_generic is not None, routes=routes, tiles=self.lm_head_nvfp4_t is not None,
         )  # fmt: skip
 
@@ -190,7 +197,7 @@ class MtpHeadNew(MtpHeadKernels):
         log.info(
             "MTP head: quant=%s, fc=[%d,%d], attn Q=[%d,%d], ffn=%s, %d experts, vocab=%d/%d (LM head %.1f MB), "
             "KV pool %d blocks of %d",
-            quant.value, h, h * 2, nq * hd * 2, h, ffn.kind(), config.num_experts if weights.dense_ffn is None else 0,
+            quant.value, h, h * 2, self.q_width, h, ffn.kind(), config.num_experts if weights.dense_ffn is None else 0,
             self.draft_vocab, config.vocab_size, lm_head_bytes / 2**20, num_blocks, KV_BLOCK_SIZE,
         )  # fmt: skip
 
@@ -224,7 +231,7 @@ class MtpHeadNew(MtpHeadKernels):
             "hidden_states": h,
             "residual": h,
             "norm_output": h,
-            "qkv_output": 2 * q + 2 * kv,
+            "qkv_output": self.q_width + 2 * kv,
             "attn_output": q,
             "expert_gate_out": inter,
             "expert_up_out": inter,
@@ -274,7 +281,7 @@ def _check_dimensions(
     step = quant.k_step()
     wide = max(step, _PACKED_STEP) if isinstance(lm_head, QuantizedWeight) else step
     for name, value, needed in (
-        ("hidden_size", h, wide), ("FFN width", widths[0], step), ("shared expert's width", widths[1], step),
+        ("hidden_size", h, wide), ("FFN width", widths[0], step), ("shared expert's width", widths[1] or step, step),
         ("num_attention_heads * head_dim", nq * hd, step),
     ):  # fmt: skip
         if count(name, value) % needed:
@@ -285,6 +292,15 @@ def _check_dimensions(
         raise InvalidArgumentError("head_dim", hd, f"a multiple of {_HEAD_STEP} is needed by the attention kernel")
     if nq % nkv:
         raise InvalidArgumentError("num_attention_heads", nq, f"a multiple of num_key_value_heads = {nkv} is needed")
+
+
+def _check_qk_norm(name: str, weight: DenseWeight | None, heads: int, hd: int, kind: QkNorm) -> None:
+    """InvalidArgumentError unless the weight is what the body's norm of queries or keys needs."""
+    if (weight is None) is not (kind is QkNorm.NONE):
+        wanted = "None: the body has no norm of queries and keys" if weight else "needed by the body"
+        raise InvalidArgumentError(name, weight, wanted)
+    if weight is not None:
+        weight.check_shape(name, heads * hd if kind is QkNorm.WHOLE else hd)
 
 
 def _checked_twin(

@@ -97,14 +97,12 @@ class MtpHeadPrefill(MtpHeadForward):
             gpu.copy_d2d_async(table_row, s.embed.offset(r * row_bytes), row_bytes, stream)
         self._rms_norm(s.embed, self.pre_fc_norm_embedding, s.normed_embed, c, h, stream)
         self._rms_norm(hiddens, self.pre_fc_norm_hidden, s.normed_hidden, c, h, stream)
-        for half, source in enumerate((s.normed_embed, s.normed_hidden)):
-            target = s.concat.offset(half * row_bytes) if half else s.concat
-            gpu.copy_d2d_2d_async(source, row_bytes, target, 2 * row_bytes, row_bytes, c, stream)
+        self._concat_rows(s.normed_embed, s.normed_hidden, s.concat, c, stream)
         self._project(s.concat, self.fc, s.fc_out, c, h, 2 * h, stream)
         self._rms_norm(s.fc_out, self.input_layernorm, s.normed2, c, h, stream)
         self._project(s.normed2, self.k_proj, s.k_out, c, nkv * hd, h, stream)
         self._project(s.normed2, self.v_proj, s.v_out, c, nkv * hd, h, stream)
-        self._rms_norm(s.k_out, self.k_norm, s.k_out, c * nkv, hd, stream)
+        self._norm_keys(s.k_out, c, stream)
         positions = np.arange(position, position + c, dtype="<u4")
         slots = np.array([self._slot(state, row + r) for r in range(c)], "<i8")
         gpu.copy_h2d_async(positions, s.pos_dev, stream)

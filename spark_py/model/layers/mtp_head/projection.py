@@ -113,8 +113,11 @@ class MtpHeadProjection(MtpHeadNew):
             w4a16_gemv(self.gpu, self.w4a16_gemv_k, input, weight, output, n, k, stream)
 
     def _project_qg(self, normed: DevicePtr, output: DevicePtr, stream: StreamLike) -> None:
-        """output BF16 [2, nq, hd]: the queries of all heads, then the gates of all heads."""
-        n = 2 * self.nq * self.hd
+        """output BF16 [2, nq, hd]: the queries of all heads, then the gates of all heads. Without gates [nq, hd]."""
+        n = self.q_width
+        if not self.body.gated:
+            self.gemv(normed, self.q_proj, output, n, self.h, stream)
+            return
         if isinstance(self.q_proj, QuantizedWeight):
             kernel = self.w4a16_gemv_qg_k
             w4a16_gemv_qg(self.gpu, kernel, normed, self.q_proj, output, n, self.h, self.nq, self.hd, stream)

@@ -272,7 +272,7 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
     def _chain_hidden(self, ctx: ForwardContext) -> DevicePtr:
         """The hidden row from which the next draft goes on: the drafter's residual stream, or what it is after the
         final norm."""
-        return ctx.buffers.norm_output() if self.levers.chain_postnorm else ctx.buffers.hidden_states()
+        return ctx.buffers.norm_output() if self.levers.chain_postnorm else self.output_row(ctx)
 
     def _read_drafts(self, inputs: ProposeInputs, count: int, stream: StreamLike) -> list[int]:
         if count == 0:
