@@ -56,6 +56,8 @@ Q = MtpQuantization
 MANY = 11
 """More than the batched GEMVs of BF16 and FP8 take at once, and no tier of NVFP4."""
 DRAFTS = 3
+BY_STEP = ModelLevers(propose_graph=False)
+"""What is seen of a propose that goes draft by draft; its graph is the matter of test_mtp_head_graph_batch."""
 
 
 @dataclass
@@ -394,7 +396,7 @@ def launched(trace: Any, name: str) -> int:
 def test_what_a_pass_launches(gpu: GpuBackend, rng: np.random.Generator) -> None:
     """Weights are read once for all rows; what a sequence's own cache is for runs once a sequence; ids come back in one
     copy, and block tables go out once a propose."""
-    rig, n = make_rig(gpu, rng), 5
+    rig, n = make_rig(gpu, rng, levers=BY_STEP), 5
     with gpu.trace() as trace:
         batch_of(rig, rng, n, conf=[])
     entries = [entry for step in trace.steps for entry in step]
@@ -418,7 +420,7 @@ def test_a_pass_can_be_captured(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, form: Form
 ) -> None:
     """Between the uploads and the ids nothing is asked of the host: the replay of a graph gives the same logits."""
-    rig, n = make_form(gpu, rng, monkeypatch, form)[0], 4
+    rig, n = make_form(gpu, rng, monkeypatch, form, levers=BY_STEP)[0], 4
     head, stream, graphs = rig.head, gpu.create_stream(), []
     rig.stream = stream
     _, states = batch_of(rig, rng, n)
@@ -596,7 +598,7 @@ def test_faults_show(
     mutant: Any,
     form: Form,
 ) -> None:
-    rig, _ = make_form(gpu, rng, monkeypatch, form)
+    rig, _ = make_form(gpu, rng, monkeypatch, form, levers=BY_STEP)
     assert agree(rig, rng, 4, steps=1)
     # Block 0 for all, where nobody says which.
     gpu.memset(rig.head.propose_meta, 0, 4 * rig.head.propose_meta_stride)
@@ -644,7 +646,7 @@ def drafted_at_each_position(rig: Rig, rng: np.random.Generator, monkeypatch: py
 def test_drafts_are_counted_as_their_rows_are_written(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, wanted = make_rig(gpu, rng), [[0] * 3, [1] * 3, [2] * 3, [3] * 3]
+    rig, wanted = make_rig(gpu, rng, levers=BY_STEP), [[0] * 3, [1] * 3, [2] * 3, [3] * 3]
     assert drafted_at_each_position(rig, rng, monkeypatch) == wanted
     count, calls = MtpHead._count_rows, []
 
@@ -810,7 +812,7 @@ def test_an_error_at_any_position_is_undone(
 
 @pytest.mark.parametrize("offset", [0, 256 + 4], ids=["ids", "probabilities"])
 def test_a_region_that_someone_holds_is_not_written(gpu: GpuBackend, rng: np.random.Generator, offset: int) -> None:
-    rig = make_rig(gpu, rng)
+    rig = make_rig(gpu, rng, levers=BY_STEP)
     states, rows = [rig.state(), rig.state()], [row(rig, rng)] * 2
     with (
         rig.ctx.buffers.lease(ScratchRegion("someone", offset, 4)),

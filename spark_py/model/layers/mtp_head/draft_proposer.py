@@ -20,13 +20,13 @@ from ...weight_map import QuantizedWeight
 from .diagnostics import log_shadow_topk, log_stage_norms, stage_norms
 from .grammar import masks_per_draft
 from .new import BF16_BYTES, KV_BLOCK_SIZE, log
-from .propose_graph import MtpHeadProposeGraph
+from .propose_graph_batch import MtpHeadProposeGraphBatch
 from .types import MtpProposerState, MtpSnapshot
 
 __all__ = ["MtpHead"]
 
 
-class MtpHead(MtpHeadProposeGraph, DraftProposer):
+class MtpHead(MtpHeadProposeGraphBatch, DraftProposer):
     """A Qwen3-Next, 3.5 or 3.6 MTP module that drafts. See MtpHeadNew for the constructor, DraftProposer for the rest.
 
     A state belongs to the head that made it. What raises leaves it as it was, blocks included.
@@ -205,7 +205,12 @@ class MtpHead(MtpHeadProposeGraph, DraftProposer):
                 self._ensure_blocks(own, own.seq_len + drafts_wanted)
                 own.base_pair_key = own.last_pair_key
             self.last_conf, self._deferred = 1.0, False
-            for j in range(drafts_wanted):
+            chained = self._propose_batch_on_device(
+                tokens, hiddens, starts, drafts_wanted, owned, ctx, stream, out_conf is not None
+            )
+            if chained is not None:
+                drafts, log_probs = chained
+            for j in range(drafts_wanted if chained is None else 0):
                 at = [start + j for start in starts]
                 tokens, known = self.forward_batch_position(
                     tokens, hiddens, at, owned, ctx, stream, log_probs=out_conf is not None, tables=j == 0

@@ -40,6 +40,7 @@ class MtpHeadKernels:
     bf16_concat_k: KernelHandle
     argmax_k: KernelHandle
     embed_from_argmax_k: KernelHandle
+    batched_embed_k: KernelHandle
     dense_gemv_k: KernelHandle
     dense_gemv_fp8w_k: KernelHandle
     dense_gemv_fp8w_batchm_k: KernelHandle
@@ -134,6 +135,7 @@ class MtpHeadKernels:
         self.w4a16_gemm_t_k = tgemm_kernel(gpu) if tiles else _NONE
         self.argmax_batch_k = gpu.try_kernel("argmax", "argmax_bf16_batch")
         self.argmax_batch_lp_k = gpu.try_kernel("argmax", "argmax_bf16_batch_lp")
+        self.batched_embed_k = gpu.try_kernel("embed_from_argmax", "batched_embed")
 
 
 def _w4a16_widths(gpu: GpuBackend) -> dict[int, KernelHandle]:

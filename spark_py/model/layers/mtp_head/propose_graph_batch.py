@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""All drafts of a batched propose as one graph: the batch's half of `propose_graph`. Rust runs it launch by launch.
+
+As for one sequence the host knows every position, slot and length beforehand, so that a replay is one upload, the copy
+of the hidden rows, the graph, and one read-back for all ids of all sequences.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....ops.embed_from_argmax import batched_embed, embed_from_argmax
+from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
+from ....runtime.scratch import MTP_META_HEADER_BYTES, ScratchRegion
+from ...drafting.rows import PROPOSE_META_SEQS
+from ...layer import AttnMetadataDev, ForwardContext
+from ...weight_map import MtpWeights
+from .forward_batch import MtpHeadForwardBatch
+from .new import BF16_BYTES, KV_BLOCK_SIZE
+from .propose_graph import GraphKey, MtpHeadProposeGraph
+from .types import MtpProposerState
+
+__all__ = ["MAX_BATCH_GRAPH_DRAFTS", "BatchGraphKey", "BatchInputs", "MtpHeadProposeGraphBatch", "table_width"]
+
+_WORD = 4
+_STEP_BYTES = 16
+MAX_BATCH_GRAPH_DRAFTS = MTP_META_HEADER_BYTES // _STEP_BYTES - 1
+"""Drafts of one graph: as many as the header of a sequence's slab has room for, beside its token."""
+LEAST_WIDTH = 16
+"""Entries of the narrowest table that a graph is made for; wider ones are twice as wide each, so that they are few."""
+
+
+def table_width(blocks: int, capacity: int) -> int:
+    """Entries a sequence of the tables where the longest sequence has `blocks`, of at most `capacity`."""
+    return min(max(LEAST_WIDTH, 1 << (blocks - 1).bit_length()), capacity)
+
+
+@dataclass(frozen=True)
+class BatchInputs:
+    """What a graph reads that differs from propose to propose, and where it leaves what it found: places on the device
+    for n sequences, and so a part of the graph's key.
+
+    From `base` on, filled by one upload: for each draft i64 slots [n], u32 positions [n] and i32 lengths [n], the row
+    itself included; then u32 tokens [n], those before the first draft; then i32 block tables [n, width], of which what
+    a table has beyond its sequence is never read. From `found` on: u32 ids [drafts, n], and FP32 [drafts, n], ln of
+    their probabilities. The hidden rows of the first draft are where the pass begins, in `ssm_gates`.
+    """
+
+    base: DevicePtr
+    found: DevicePtr
+    n: int
+    drafts: int
+    width: int
+
+    def set(
+        self,
+        gpu: GpuBackend,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        rows: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        stream: StreamLike,
+    ) -> None:
+        """Queue the inputs of sequences of `rows` rows, whose first drafts are at `positions`; each table has the
+        blocks of all drafts, `width` at most."""
+        n = self.n
+        slab = bytearray(self._tables_at + _WORD * n * self.width)
+        first, at = np.asarray(positions), np.asarray(rows)
+        wide = np.frombuffer(slab, "<i4", n * self.width, self._tables_at).reshape(n, self.width)
+        for i, table in enumerate(tables):
+            wide[i, : len(table)] = table
+        for draft in range(self.drafts):
+            row, offset = at + draft, draft * n * _STEP_BYTES
+            slots = wide[np.arange(n), row // KV_BLOCK_SIZE].astype("<i8") * KV_BLOCK_SIZE + row % KV_BLOCK_SIZE
+            np.frombuffer(slab, "<i8", n, offset)[:] = slots
+            np.frombuffer(slab, "<u4", n, offset + 8 * n)[:] = first + draft
+            np.frombuffer(slab, "<i4", n, offset + 12 * n)[:] = row + 1
+        np.frombuffer(slab, "<u4", n, self._tokens_at)[:] = tokens
+        gpu.copy_h2d_async(slab, self.base, stream)
+
+    @property
+    def _tokens_at(self) -> int:
+        return self.drafts * self.n * _STEP_BYTES
+
+    @property
+    def _tables_at(self) -> int:
+        return self._tokens_at + self.n * _WORD
+
+    @property
+    def tokens(self) -> DevicePtr:
+        """The ids before the first draft."""
+        return self.base.offset(self._tokens_at)
+
+    def ids(self, draft: int) -> DevicePtr:
+        """Where the ids of a draft are left."""
+        return self.found.offset(draft * self.n * _WORD)
+
+    def log_probs(self, draft: int) -> DevicePtr:
+        """Where ln of their probabilities is left."""
+        return self.found.offset((self.drafts + draft) * self.n * _WORD)
+
+    def metas(self, draft: int) -> list[AttnMetadataDev]:
+        """Where the metadata of each sequence's row of a draft is."""
+        slots = self.base.offset(draft * self.n * _STEP_BYTES)
+        positions, lengths = slots.offset(8 * self.n), slots.offset(12 * self.n)
+        tables = self.base.offset(self._tables_at)
+        return [
+            AttnMetadataDev(
+                positions=(position := positions.offset(_WORD * i)),
+                positions_h=position,
+                positions_w=position,
+                slot=slots.offset(8 * i),
+                seq_len=lengths.offset(_WORD * i),
+                block_table=tables.offset(_WORD * self.width * i),
+                max_blocks_per_seq=self.width,
+                num_seqs=1,
+            )
+            for i in range(self.n)
+        ]
+
+
+@dataclass(frozen=True)
+class BatchGraphKey(GraphKey):
+    """All that a batch's graph bakes in: also how many sequences there are, how wide their tables are, where its inputs
+    lie, and whether probabilities are told. Which kernels run is a matter of the head and of the number of
+    sequences."""
+
+    inputs: BatchInputs
+    log_probs: bool
+
+
+class MtpHeadProposeGraphBatch(MtpHeadProposeGraph):
+    """A batched propose whose drafts never pass through the host."""
+
+    batch_found: DevicePtr
+
+    def _build(self, weights: MtpWeights, main_kv_blocks: int) -> None:
+        super()._build(weights, main_kv_blocks)
+        if self.propose_inputs is not None:
+            words = 2 * MAX_BATCH_GRAPH_DRAFTS * PROPOSE_META_SEQS
+            self.batch_found = self._alloc("propose_graph.batch_found", words * _WORD)
+
+    def _propose_batch_on_device(
+        self,
+        tokens: Sequence[int],
+        hiddens: Sequence[DevicePtr],
+        positions: Sequence[int],
+        drafts: int,
+        states: Sequence[MtpProposerState],
+        ctx: ForwardContext,
+        stream: StreamLike,
+        log_probs: bool,
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """`drafts` times `forward_batch_position`, each from the ids and hidden rows of the one before, with the same
+        bits: of each sequence the ids, and ln of their probabilities where they are wanted. `scratch` gets no id. None,
+        and nothing done, where that must be done draft by draft, or where it would tell what does not fit. The states
+        have their blocks; their rows count on return.
+        """
+        n, capacity = len(states), (self.propose_meta_stride - MTP_META_HEADER_BYTES) // _WORD
+        tables = [state.block_table[: -(-(state.seq_len + drafts) // KV_BLOCK_SIZE)] for state in states]
+        blocks = max(map(len, tables))
+        if self.propose_inputs is None or drafts > MAX_BATCH_GRAPH_DRAFTS or blocks > capacity:
+            return None
+        if not self._batch_steps_are_ours():
+            return None
+        inputs = BatchInputs(self.propose_meta, self.batch_found, n, drafts, table_width(blocks, capacity))
+        inputs.set(self.gpu, tokens, positions, [state.seq_len for state in states], tables, stream)
+        self._copy_rows(hiddens, ctx.buffers.ssm_gates(), self.h * BF16_BYTES, stream)
+        told = log_probs and bool(self.argmax_batch_lp_k)
+        self._run_batch_drafts(inputs, told, ctx, stream)
+        found = np.empty((1 + told, drafts, n), "<u4")
+        self.gpu.copy_d2h_on_stream(inputs.found, found.reshape(-1).view(np.uint8), stream)
+        for position, state in zip(positions, states, strict=True):
+            state.seq_len += drafts
+            state.last_pair_key = position + drafts - 2
+            state.last_num_drafted = drafts
+        probabilities = found[1].view("<f4").T.tolist() if told else [[0.0] * drafts for _ in states]
+        return found[0].T.tolist(), probabilities
+
+    def _batch_steps_are_ours(self) -> bool:
+        """As `_steps_are_ours`, for `forward_batch_position`."""
+        step = getattr(self.forward_batch_position, "__func__", None)
+        return step is MtpHeadForwardBatch.forward_batch_position
+
+    def _run_batch_drafts(self, inputs: BatchInputs, log_probs: bool, ctx: ForwardContext, stream: StreamLike) -> None:
+        buf, n, row_bytes = ctx.buffers, inputs.n, self.h * BF16_BYTES
+        if self.dense_ffn_generic is None:
+            # A pass leases it for its experts, a replay writes it without asking.
+            buf.lease(ScratchRegion.moe_routing(n, self.experts_per_token)).release()
+
+        def work(on: StreamLike) -> None:
+            source = inputs.tokens
+            for draft in range(inputs.drafts):
+                if draft:
+                    self.gpu.copy_d2d_async(self._chain_hidden(ctx), buf.ssm_gates(), n * row_bytes, on)
+                self._embed_rows(source, buf.ssm_qkvz(), n, on)
+                self._forward_batch_rows(n, inputs.metas(draft), ctx, on)
+                source = inputs.ids(draft)
+                self._argmax_rows(n, source, inputs.log_probs(draft) if log_probs else None, ctx, on)
+
+        key = BatchGraphKey(inputs.drafts, weakref.ref(buf), inputs, log_probs)
+        self.propose_graphs.run(key, work, stream)
+
+    def _embed_rows(self, ids: DevicePtr, output: DevicePtr, n: int, stream: StreamLike) -> None:
+        """output BF16 [n, h]: the embeddings of u32 [n] on the device."""
+        gpu, h, table = self.gpu, self.h, self.embed_tokens
+        if self.batched_embed_k:
+            batched_embed(gpu, self.batched_embed_k, ids, table, output, n, h, stream)
+            return
+        for i in range(n):
+            at, kernel = ids.offset(_WORD * i), self.embed_from_argmax_k
+            # The id has its place already: as the kernel's second output it stays as it is.
+            embed_from_argmax(gpu, kernel, at, table, output.offset(i * h * BF16_BYTES), at, h, stream)
