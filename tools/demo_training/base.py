@@ -157,6 +157,11 @@ class DemoModel(nn.Module):
         """The type of a tensor in the checkpoint; `name` as `tensors` has it."""
         return torch.bfloat16
 
+    def tracked(self, drafts: bool) -> dict[str, Tensor]:
+        """What training changes otherwise than by gradients, by its name in state_dict: of the draft layer with
+        `drafts`, else of everything. Averages are kept of it as of parameters."""
+        return {}
+
     def before_step(self) -> None:
         """Called before each step of training; for what is not learned by gradients."""
 

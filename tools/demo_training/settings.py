@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 __all__ = ["FAMILIES", "FOLDER_LIMITS", "QUICK", "QUICK_FAMILIES", "Settings"]
 
@@ -35,9 +35,22 @@ class Settings:
     shared_ffn: int = 0
     # MTP modules, each with a layer of its own; a family whose one layer drafts again and again has 1.
     modules: int = 1
+    # Of DeepSeek-V4: ranks of queries and of each output group, attention's window, residual streams, layers whose
+    # experts the token names, and Sinkhorn's iterations in training, where few of its 20 are enough.
+    q_rank: int = 0
+    out_groups: int = 0
+    out_rank: int = 0
+    attention_window: int = 0
+    streams: int = 0
+    hash_layers: int = 0
+    train_iterations: int = 0
     window: int = 1024
     # Phase 1: trunk and draft layer together, on text.
     steps: int = 3000
+    # Wall-clock limits of both phases in minutes; 0: none. The learning rate falls by steps or by time, whichever is
+    # further on, so that a phase that is cut short ends as the other would.
+    minutes: float = 0.0
+    distill_minutes: float = 0.0
     batch: int = 16
     lr: float = 2e-3
     warmup: int = 200
@@ -86,6 +99,7 @@ QUICK = Settings(
     new_tokens=16,
 )
 """A run of seconds on a CPU that goes through every line; its model is good for nothing."""
+_SMALL = [f.name for f in fields(QUICK) if getattr(QUICK, f.name) != f.default and f.name not in ("ffn", "kv_heads")]
 
 _MOE = Settings(
     layers=3,
@@ -117,11 +131,47 @@ _MINIMAX_M2 = Settings(
 """The balancing term has a gradient for the routers' biases alone, and Adam makes steps of one size of any: its weight
 says how little it counts when gradients are clipped."""
 
-FAMILIES = {"qwen3_next": Settings(), "qwen3_next_moe": _MOE, "minimax_m2": _MINIMAX_M2}
+_DEEPSEEK_V4 = Settings(
+    architecture="deepseek_v4",
+    layers=3,
+    q_heads=8,
+    kv_heads=1,
+    ffn=0,
+    experts=8,
+    experts_per_token=2,
+    expert_ffn=64,
+    shared_ffn=64,
+    q_rank=64,
+    out_groups=4,
+    out_rank=32,
+    attention_window=128,
+    streams=4,
+    hash_layers=1,
+    train_iterations=6,
+    dropout=0.0,
+    distill_dropout=0.0,
+    balance=0.001,
+    chain_step=4,
+    generated=4096,
+)
+"""A doubly stochastic matrix of mild logits is within 3e-8 of Sinkhorn's limit after 5 iterations."""
+
+FAMILIES = {"qwen3_next": Settings(), "deepseek_v4": _DEEPSEEK_V4, "qwen3_next_moe": _MOE, "minimax_m2": _MINIMAX_M2}
 QUICK_FAMILIES = {
     "qwen3_next": QUICK,
     "qwen3_next_moe": replace(
         QUICK, ffn=0, experts=4, experts_per_token=2, expert_ffn=32, shared_ffn=32, balance=0.01, chain_step=4
+    ),
+    "deepseek_v4": replace(
+        _DEEPSEEK_V4,
+        **{name: getattr(QUICK, name) for name in _SMALL},
+        experts=4,
+        expert_ffn=32,
+        shared_ffn=32,
+        q_rank=32,
+        out_groups=2,
+        out_rank=16,
+        attention_window=64,
     ),
     "minimax_m2": replace(
         QUICK, architecture="minimax_m2", ffn=0, experts=4, experts_per_token=2, expert_ffn=32, modules=3, balance=0.001

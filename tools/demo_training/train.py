@@ -73,7 +73,7 @@ class Trainer:
         s = self.settings
         best: tuple[float, dict[str, Tensor]] | None = None
         parameters = list(self.model.named_parameters())
-        for step, average in self._optimise("joint", parameters, s.steps, s.lr, self._joint_loss):
+        for step, average in self._optimise("joint", parameters, s.steps, s.minutes, s.lr, self._joint_loss):
             loss = self._validate_joint(step, average)
             if best is None or loss < best[0]:
                 best = loss, {name: value.clone() for name, value in average.items()}
@@ -119,7 +119,10 @@ class Trainer:
         self._say("generate", 0, tokens=float(self.generated.numel()))
         parameters = [(name, p) for name, p in self.model.named_parameters() if self.model.is_draft(name)]
         best: tuple[float, dict[str, Tensor]] | None = None
-        for step, average in self._optimise("distil", parameters, s.distill_steps, s.distill_lr, self._distil_loss):
+        phase = self._optimise(
+            "distil", parameters, s.distill_steps, s.distill_minutes, s.distill_lr, self._distil_loss
+        )
+        for step, average in phase:
             length = self._validate_drafts(step, average)
             if best is None or length > best[0]:
                 best = length, {name: value.clone() for name, value in average.items()}
@@ -199,21 +202,32 @@ class Trainer:
     # Both
 
     def _optimise(
-        self, phase: str, parameters: Parameters, steps: int, peak: float, loss_of: Callable[[int], Tensor]
+        self,
+        phase: str,
+        parameters: Parameters,
+        steps: int,
+        minutes: float,
+        peak: float,
+        loss_of: Callable[[int], Tensor],
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """AdamW with warm-up and cosine; yields (step, averaged weights) at each validation and at the end."""
+        """AdamW with warm-up and cosine, for `steps` steps or, where not 0, `minutes`, whichever end first; yields
+        (step, averaged weights) at each validation and at the end."""
         s = self.settings
         matrices = [p for _, p in parameters if p.ndim >= 2]
         vectors = [p for _, p in parameters if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimiser = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=self.device.type == "cuda")
-        live = [p.data for _, p in parameters]
-        average = {name: p.detach().clone() for name, p in parameters}
+        tracked = {name: p.data for name, p in parameters} | self.model.tracked(phase == "distil")
+        live = list(tracked.values())
+        average = {name: value.clone() for name, value in tracked.items()}
         self.model.train()
         recent = torch.zeros((), device=self.device)
+        started = time.monotonic()
         for step in range(steps):
             warm = min(1.0, (step + 1) / s.warmup)
-            rate = peak * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+            spent = (time.monotonic() - started) / (60 * minutes) if minutes else 0.0
+            last = step + 1 == steps or spent >= 1
+            rate = peak * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, max(step / steps, spent))))
             for group in optimiser.param_groups:
                 group["lr"] = rate
             self.model.before_step()
@@ -227,12 +241,14 @@ class Trainer:
             decay = min(s.ema, (step + 1) / (step + 10))
             torch._foreach_lerp_(list(average.values()), live, 1 - decay)
             recent = recent.lerp(loss.detach(), 0.1 if step else 1.0)
-            if (step + 1) % s.validate_every == 0 or step + 1 == steps:
+            if (step + 1) % s.validate_every == 0 or last:
                 if not torch.isfinite(recent):
                     raise SystemExit(f"the {phase} loss is {recent.item()} after step {step + 1}")
                 self.done[phase] = step + 1
                 self._say(phase, step + 1, train_loss=recent.item())
                 yield step + 1, average
+            if last:
+                break
 
     def _keep(self, best: tuple[float, dict[str, Tensor]] | None) -> None:
         assert best is not None
@@ -251,7 +267,7 @@ class _Weights:
         self.model, self.weights = model, weights
 
     def __enter__(self) -> None:
-        current = dict(self.model.named_parameters())
+        current = self.model.state_dict()
         self.saved = {name: current[name].detach().clone() for name in self.weights}
         self.model.load_state_dict(self.weights, strict=False)
         self.model.eval()
