@@ -48,8 +48,8 @@ class MultiModuleMtpHead(DraftProposer):
     A feed runs the whole body of every module but the last, row by row, in the arena: it destroys `hidden_states`.
     Without rows that go before, as after a pause of drafting, module i begins i positions later again.
 
-    Rows are neither carried to other sequences nor drafted in batches. Drafts go on from `hidden_states` whatever
-    `chain_postnorm` says, as in the engine.
+    Rows are neither carried to other sequences nor drafted in batches. Drafts go on from `output_row` of the module
+    before, `hidden_states` as in the engine or what its body says, whatever `chain_postnorm` says.
     """
 
     def __init__(self, modules: Sequence[MtpHead]) -> None:
@@ -241,7 +241,7 @@ class MultiModuleMtpHead(DraftProposer):
             token = draft(i, token, hidden)
             drafts.append(token)
             # Module i + 1 consumes module i's hidden state, which is there before the LM head runs.
-            hidden = ctx.buffers.hidden_states()
+            hidden = self.modules[i].output_row(ctx)
         return drafts
 
     def _draft(

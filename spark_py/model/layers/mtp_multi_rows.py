@@ -89,7 +89,7 @@ class CompleteRows:
 
         def keep_output(i: int, q: int) -> None:
             if i < n - 1:
-                self.store.copy_row(ctx.buffers.hidden_states(), outputs.place(i, q, kept[i]), stream)
+                self.store.copy_row(self.modules[i].output_row(ctx), outputs.place(i, q, kept[i]), stream)
 
         def row(i: int, q: int) -> None:
             self._write(i, [tokens[q - position]], outputs.row(i - 1, q - 1), q, own, ctx, stream)
@@ -165,7 +165,7 @@ class CompleteRows:
             offset = r * self._row_bytes
             module.write_row(token, hiddens.offset(offset), position + r, per, ctx, stream)
             if into is not None:
-                self.store.copy_row(ctx.buffers.hidden_states(), into.offset(offset), stream)
+                self.store.copy_row(module.output_row(ctx), into.offset(offset), stream)
 
     def _reserve(self, own: MultiModuleMtpState, starts: Sequence[int], ends: Sequence[int]) -> None:
         for module, per, start, end in zip(self.modules, own.per_module, starts, ends, strict=True):
