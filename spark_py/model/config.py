@@ -17,6 +17,7 @@ from typing import Any
 
 from ..runtime.errors import ConfigError
 from ._config_deepseek_v4 import deepseek_v4_fields
+from ._config_modules import LATENT_ATTENTION, glm4_moe_fields, minimax_m2_fields
 from ._config_qwen import FULL_ATTENTION, LINEAR_ATTENTION, qwen_fields
 from ._config_reader import ConfigReader
 
@@ -29,9 +30,12 @@ MODEL_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "deepseek_v4": "deepseek_v4",
+    "minimax_m2": "minimax_m2",
+    "glm4_moe": "glm4_moe",
 }
 """model_type of a config.json, or of its text_config, and the family it stands for."""
 
+_MTP_MODULES = ("num_mtp_modules", "mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 _IGNORE_LISTS = ("ignore", "ignored_layers", "ignore_modules", "modules_to_not_convert", "exclude_modules")
 """Names that compressed-tensors, Hugging Face's FP8 and modelopt have for one and the same list."""
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -149,6 +153,9 @@ class ModelConfig:
         ConfigError for an unknown model_type, for a field that is needed and missing, has the wrong type, or asks for
         something that is not offered (scaled RoPE, biases, another activation). Unknown fields are kept, not judged.
         """
+        kind = raw.get("model_type") if isinstance(raw, Mapping) else None
+        if isinstance(kind, str) and kind in LATENT_ATTENTION:
+            raise ConfigError(source, f"model_type {kind!r}: {LATENT_ATTENTION[kind]}", "model_type", kind)
         return _read(cls, ConfigReader.of(raw, source, MODEL_TYPES))
 
     # ------------------------------------------------------------ derived values
@@ -190,7 +197,11 @@ class ModelConfig:
         return 0
 
 
-_FAMILY_FIELDS: Mapping[str, Callable[[ConfigReader], dict[str, Any]]] = {"deepseek_v4": deepseek_v4_fields}
+_FAMILY_FIELDS: Mapping[str, Callable[[ConfigReader], dict[str, Any]]] = {
+    "deepseek_v4": deepseek_v4_fields,
+    "minimax_m2": minimax_m2_fields,
+    "glm4_moe": glm4_moe_fields,
+}
 """Family of MODEL_TYPES -> what only it reads; the others are Qwen's."""
 
 
@@ -214,7 +225,7 @@ def _read(cls: type[ModelConfig], r: ConfigReader) -> ModelConfig:
         eos_token_ids=r.integers("eos_token_id", (), outer=True),
         bos_token_id=r.optional_count("bos_token_id", outer=True),
         norm_topk_prob=r.flag("norm_topk_prob", True),
-        num_mtp_modules=r.first_count(("num_mtp_modules", "mtp_num_hidden_layers", "num_nextn_predict_layers"), 0),
+        num_mtp_modules=r.first_count(_MTP_MODULES, 0),
         unknown=r.rest(),
     )
     _check(r, config)
