@@ -20,7 +20,7 @@ from .layer import DraftProposer
 from .layers.mtp_head import MtpQuantization
 from .levers import ModelLevers
 from .mtp_factory import MtpFactory
-from .target import BLOCK_SIZE, Qwen3NextTarget, Target, load_target_weights
+from .target import BLOCK_SIZE, DecoderTarget, Target, load_target_weights
 
 __all__ = ["FAMILIES", "Checkpoint", "ProposerFactory", "open_checkpoint"]
 
@@ -60,7 +60,7 @@ def _qwen3_next(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStac
     store = stack.enter_context(WeightStore.open(folder))
     weights = load_target_weights(store, config, gpu)
     buffers = stack.enter_context(BufferArena(config, BATCH_TOKENS, max_seq_len, BLOCK_SIZE, max_seqs, gpu))
-    target = stack.enter_context(Qwen3NextTarget(weights, config, gpu, buffers, max_seqs))
+    target = stack.enter_context(DecoderTarget(weights, config, gpu, buffers, max_seqs))
     blocks = target.kv_cache.num_blocks()
     return Checkpoint(config, target, MtpFactory(folder, store, config, gpu, weights, max_seq_len, blocks, stack))
 

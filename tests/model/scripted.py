@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spark_py.model.layer import DraftProposer, ForwardContext, ProposerState
-from spark_py.model.target import Qwen3NextTarget
+from spark_py.model.target import DecoderTarget
 from spark_py.runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from tests.model.tiny import BF16, Tiny, write_tiny
 
@@ -92,7 +92,7 @@ class Scripted(DraftProposer):
         state.accepted.append(num_accepted)
 
 
-def plain(target: Qwen3NextTarget, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
+def plain(target: DecoderTarget, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
     """Greedy decoding, token by token, without the loop under test."""
     state, stream = target.alloc_state(), target.gpu.default_stream()
     tokens = [target.prefill(prompt, state, stream).picks[-1]]

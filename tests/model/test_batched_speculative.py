@@ -20,7 +20,7 @@ from spark_py.model.layers.mtp_head import MtpHead
 from spark_py.model.levers import ModelLevers
 from spark_py.model.row_policy import RowPolicy
 from spark_py.model.speculative import Generation, SpeculativeDecoder
-from spark_py.model.target import Qwen3NextTarget
+from spark_py.model.target import DecoderTarget
 from spark_py.runtime.buffers import BufferArena
 from spark_py.runtime.errors import CapacityError, InvalidArgumentError, KvCacheExhausted
 from spark_py.runtime.gpu import DevicePtr, GpuBackend, StreamLike
@@ -92,7 +92,7 @@ class Crowd(Scripted):
 
 
 @pytest.fixture
-def target(gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator) -> Iterator[Qwen3NextTarget]:
+def target(gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator) -> Iterator[DecoderTarget]:
     with open_target(gpu, write_tiny(tmp_path / "model", rng), MAX_SEQ_LEN, max_seqs=8) as found:
         yield found
         assert found.kv_cache.num_free_blocks() == found.kv_cache.num_blocks()
@@ -104,7 +104,7 @@ def some_prompts(rng: np.random.Generator, n: int) -> list[list[int]]:
 
 
 def crowd(
-    target: Qwen3NextTarget, rng: np.random.Generator, n: int, new: int = NEW
+    target: DecoderTarget, rng: np.random.Generator, n: int, new: int = NEW
 ) -> tuple[list[list[int]], list[list[int]], Crowd]:
     prompts = some_prompts(rng, n)
     wanted = [plain(target, prompt, new) for prompt in prompts]
@@ -126,7 +126,7 @@ def check(found: list[Generation], wanted: list[list[int]], proposer: Crowd) -> 
     ("n", "width", "num_drafts"), [(1, 8, 3), (2, 2, 1), (5, 8, 3), (5, 2, 3), (4, 1, 2), (7, 3, 8)]
 )
 def test_drafts_never_change_the_tokens(
-    target: Qwen3NextTarget, rng: np.random.Generator, n: int, width: int, num_drafts: int, share: float
+    target: DecoderTarget, rng: np.random.Generator, n: int, width: int, num_drafts: int, share: float
 ) -> None:
     prompts, wanted, proposer = crowd(target, rng, n)
     proposer.share, proposer.width, proposer.short = share, width, share == 0.6
@@ -140,14 +140,14 @@ def test_drafts_never_change_the_tokens(
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_without_a_proposer_or_drafts(target: Qwen3NextTarget, rng: np.random.Generator, num_drafts: int) -> None:
+def test_without_a_proposer_or_drafts(target: DecoderTarget, rng: np.random.Generator, num_drafts: int) -> None:
     prompts, wanted, proposer = crowd(target, rng, 3)
     decoder = BatchedSpeculativeDecoder(target, proposer if num_drafts else None, num_drafts)
     assert [result.tokens for result in decoder.generate_all(prompts, NEW)] == wanted
     assert decoder.generate_all([], 4) == []
 
 
-def test_each_sequence_ends_where_it_ends(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_each_sequence_ends_where_it_ends(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 4, 30)
     eos = [wanted[1][4], wanted[2][11]]
     ends = [next((i + 1 for i, token in enumerate(tokens) if token in eos), 30) for tokens in wanted]
@@ -157,7 +157,7 @@ def test_each_sequence_ends_where_it_ends(target: Qwen3NextTarget, rng: np.rando
     assert len(set(ends)) > 1
 
 
-def test_sequences_at_their_maximum_draft_less(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_sequences_at_their_maximum_draft_less(target: DecoderTarget, rng: np.random.Generator) -> None:
     """Near max_seq_len a sequence drafts alone, and fewer; no draft has a position beyond it."""
     lengths = (MAX_SEQ_LEN - 7, MAX_SEQ_LEN, MAX_SEQ_LEN - 2, 20)
     prompts = [[i, *rng.integers(0, VOCAB, n - 1).tolist()] for i, n in enumerate(lengths)]
@@ -173,7 +173,7 @@ def test_sequences_at_their_maximum_draft_less(target: Qwen3NextTarget, rng: np.
     assert min(proposer.asked_of[0]) < 3
 
 
-def test_prompts_that_wait_for_their_turn(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_prompts_that_wait_for_their_turn(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 6)
     seen: dict[int, list[int]] = {}
     decoder = BatchedSpeculativeDecoder(target, proposer, 2, levers=LEVERS)
@@ -187,7 +187,7 @@ def test_prompts_that_wait_for_their_turn(target: Qwen3NextTarget, rng: np.rando
 
 
 def test_every_verdict_comes_before_any_propose_of_the_next_step(
-    target: Qwen3NextTarget, rng: np.random.Generator
+    target: DecoderTarget, rng: np.random.Generator
 ) -> None:
     """A propose destroys the rows that a verdict reads."""
     prompts, wanted, proposer = crowd(target, rng, 5)
@@ -200,7 +200,7 @@ def test_every_verdict_comes_before_any_propose_of_the_next_step(
     assert len(steps) > 5
 
 
-def test_the_hidden_rows_are_those_before_the_tokens(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_the_hidden_rows_are_those_before_the_tokens(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 3)
     proposer.share = 0.7
     rows: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
@@ -218,7 +218,7 @@ def test_the_hidden_rows_are_those_before_the_tokens(target: Qwen3NextTarget, rn
         np.testing.assert_array_equal(row, rows[who, position])
 
 
-def test_groups_as_wide_as_the_proposer_takes(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_groups_as_wide_as_the_proposer_takes(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 7)
     proposer.width = 3
     check(BatchedSpeculativeDecoder(target, proposer, 1, levers=LEVERS).generate_all(prompts, NEW), wanted, proposer)
@@ -229,7 +229,7 @@ def test_groups_as_wide_as_the_proposer_takes(target: Qwen3NextTarget, rng: np.r
 @pytest.mark.parametrize(
     "levers", [ModelLevers(batch_propose=False), ModelLevers(draft_conf_tau=0.1)], ids=["off", "tau"]
 )
-def test_one_at_a_time(target: Qwen3NextTarget, rng: np.random.Generator, levers: ModelLevers) -> None:
+def test_one_at_a_time(target: DecoderTarget, rng: np.random.Generator, levers: ModelLevers) -> None:
     """The lever is off, or each propose must say how sure it is."""
     prompts, wanted, proposer = crowd(target, rng, 3)
     check(BatchedSpeculativeDecoder(target, proposer, 2, levers=levers).generate_all(prompts, NEW), wanted, proposer)
@@ -238,7 +238,7 @@ def test_one_at_a_time(target: Qwen3NextTarget, rng: np.random.Generator, levers
 
 
 def test_a_proposer_that_refuses_a_group_drafts_one_by_one(
-    target: Qwen3NextTarget, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    target: DecoderTarget, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, wanted, proposer = crowd(target, rng, 3)
     monkeypatch.setattr(proposer, "propose_batch", lambda *args: None)
@@ -253,7 +253,7 @@ def test_a_proposer_that_refuses_a_group_drafts_one_by_one(
     ids=["pool", "stride"],
 )
 def test_a_group_that_fails_drafts_again_in_the_next_step(
-    target: Qwen3NextTarget, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, error: Exception, level: str
+    target: DecoderTarget, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, error: Exception, level: str
 ) -> None:
     """No propose alone in place of the one that failed: its rows would be there twice."""
     prompts, wanted, proposer = crowd(target, rng, 4)
@@ -268,7 +268,7 @@ def test_a_group_that_fails_drafts_again_in_the_next_step(
     assert [kind for kind, who in proposer.events[:8]] == ["propose"] * 2 + ["verdict"] * 2 + ["propose"] * 4
 
 
-def test_other_errors_are_errors(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_other_errors_are_errors(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, _, proposer = crowd(target, rng, 3)
     proposer.fault = lambda call: RuntimeError("broken") if call == 2 else None
     with pytest.raises(RuntimeError, match="broken"):
@@ -291,7 +291,7 @@ def test_other_errors_are_errors(target: Qwen3NextTarget, rng: np.random.Generat
     ],
 )
 def test_drafts_by_the_number_of_sequences(
-    target: Qwen3NextTarget, rng: np.random.Generator, n: int, levers: ModelLevers, drafts: int
+    target: DecoderTarget, rng: np.random.Generator, n: int, levers: ModelLevers, drafts: int
 ) -> None:
     prompts, wanted, proposer = crowd(target, rng, n)
     check(BatchedSpeculativeDecoder(target, proposer, 3, levers=levers).generate_all(prompts, NEW), wanted, proposer)
@@ -300,7 +300,7 @@ def test_drafts_by_the_number_of_sequences(
         assert proposer.asked_of == {}
 
 
-def test_drafts_begin_when_enough_sequences_have_ended(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_drafts_begin_when_enough_sequences_have_ended(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 5)
     eos = [wanted[0][2], wanted[1][3]]
     levers = ModelLevers(mtp_max_seqs=3)
@@ -327,7 +327,7 @@ class Told(ThroughputGate):
         self.recorded.append((sequences, depth, tokens))
 
 
-def test_the_gate_is_asked_and_told(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_the_gate_is_asked_and_told(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 3)
     gate = Told([True, False])
     check(
@@ -340,7 +340,7 @@ def test_the_gate_is_asked_and_told(target: Qwen3NextTarget, rng: np.random.Gene
     assert len(proposer.batches) == -(-gate.asked // 2)
 
 
-def test_a_gate_that_is_shut_or_more_sequences_than_draft(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_a_gate_that_is_shut_or_more_sequences_than_draft(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 3)
     shut = Told([False])
     check(BatchedSpeculativeDecoder(target, proposer, 2, gate=shut).generate_all(prompts, NEW), wanted, proposer)
@@ -353,7 +353,7 @@ def test_a_gate_that_is_shut_or_more_sequences_than_draft(target: Qwen3NextTarge
 # ---------------------------------------------------------------- which drafts are verified
 
 
-def test_the_least_probable_drafts_are_not_verified(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_the_least_probable_drafts_are_not_verified(target: DecoderTarget, rng: np.random.Generator) -> None:
     """Three sequences of 3 drafts, each draft with probability 0.9, 0.7, 0.5: of the 6 behind the first ones half are
     kept. 0.81, 0.729 and 0.49 are the largest products."""
     prompts, wanted, proposer = crowd(target, rng, 3)
@@ -377,7 +377,7 @@ def test_the_least_probable_drafts_are_not_verified(target: Qwen3NextTarget, rng
     ],
 )
 def test_shares_and_budgets(
-    target: Qwen3NextTarget, rng: np.random.Generator, levers: ModelLevers, budget: int, accepted: list[int]
+    target: DecoderTarget, rng: np.random.Generator, levers: ModelLevers, budget: int, accepted: list[int]
 ) -> None:
     prompts, wanted, proposer = crowd(target, rng, 3)
     proposer.sure = True
@@ -387,7 +387,7 @@ def test_shares_and_budgets(
 
 
 def test_a_sequence_without_drafts_takes_a_row_too(
-    target: Qwen3NextTarget, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    target: DecoderTarget, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 rows: one for it, two for each of the others, and three for the best of their deeper drafts."""
     prompts, wanted, proposer = crowd(target, rng, 3)
@@ -401,7 +401,7 @@ def test_a_sequence_without_drafts_takes_a_row_too(
     assert proposer.states[2].accepted == []
 
 
-def test_one_draft_or_no_probabilities_leave_nothing_to_cut(target: Qwen3NextTarget, rng: np.random.Generator) -> None:
+def test_one_draft_or_no_probabilities_leave_nothing_to_cut(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, wanted, proposer = crowd(target, rng, 3)
     levers = ModelLevers(dcut_ratio=0.25)
     check(BatchedSpeculativeDecoder(target, proposer, 3, levers=levers).generate_all(prompts, NEW), wanted, proposer)
@@ -446,7 +446,7 @@ def test_a_pool_that_no_end_of_others_can_help(gpu: GpuBackend, tmp_path: Path, 
 
 
 def test_a_drafter_without_blocks_drafts_later_or_never(
-    target: Qwen3NextTarget, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    target: DecoderTarget, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pool is not the target's: the sequences go on, and are shown their prompts when there is room."""
     prompts, wanted, proposer = crowd(target, rng, 3)
@@ -541,7 +541,7 @@ def test_a_head_whose_pool_is_too_small(
 
 
 def test_what_a_proposer_may_not_say(
-    target: Qwen3NextTarget, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    target: DecoderTarget, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, _, proposer = crowd(target, rng, 3)
     decoder = BatchedSpeculativeDecoder(target, proposer, 2, levers=LEVERS)
@@ -565,7 +565,7 @@ def test_what_a_proposer_may_not_say(
 
 
 @pytest.mark.parametrize("wrong", [{"concurrency": 0}, {"concurrency": -1}, {"max_new_tokens": 0}])
-def test_counts_that_are_refused(target: Qwen3NextTarget, wrong: dict[str, Any]) -> None:
+def test_counts_that_are_refused(target: DecoderTarget, wrong: dict[str, Any]) -> None:
     decoder = BatchedSpeculativeDecoder(target, None, 0)
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         decoder.generate_all([[1]], **({"max_new_tokens": 4} | wrong))

@@ -12,7 +12,7 @@ import pytest
 
 from spark_py.model.levers import ModelLevers
 from spark_py.model.speculative import SpeculativeDecoder, SpeculativeStats, accepted_prefix
-from spark_py.model.target import Qwen3NextTarget
+from spark_py.model.target import DecoderTarget
 from spark_py.runtime.errors import CapacityError, InvalidArgumentError, KvCacheExhausted
 from spark_py.runtime.gpu import GpuBackend
 from tests.model.scripted import MAX_SEQ_LEN, VOCAB, Scripted, noisy, plain, right, wrong
@@ -20,7 +20,7 @@ from tests.model.tiny import open_target, write_tiny
 
 
 @pytest.fixture
-def target(gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator) -> Iterator[Qwen3NextTarget]:
+def target(gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator) -> Iterator[DecoderTarget]:
     with open_target(gpu, write_tiny(tmp_path / "model", rng), MAX_SEQ_LEN) as found:
         yield found
         assert found.kv_cache.num_free_blocks() == found.kv_cache.num_blocks()
@@ -35,7 +35,7 @@ def prompt(rng: np.random.Generator) -> list[int]:
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 8, 9, 17])
 @pytest.mark.parametrize("kind", ["right", "wrong", "noisy", "random"])
 def test_drafts_never_change_the_tokens(
-    target: Qwen3NextTarget, prompt: list[int], rng: np.random.Generator, kind: str, num_drafts: int
+    target: DecoderTarget, prompt: list[int], rng: np.random.Generator, kind: str, num_drafts: int
 ) -> None:
     wanted = plain(target, prompt, 25)
     proposer = {
@@ -66,7 +66,7 @@ def test_drafts_never_change_the_tokens(
 
 
 def test_the_proposer_gets_the_hidden_row_before_its_token(
-    target: Qwen3NextTarget, prompt: list[int], rng: np.random.Generator
+    target: DecoderTarget, prompt: list[int], rng: np.random.Generator
 ) -> None:
     wanted = plain(target, prompt, 30)
     proposer = noisy(prompt, wanted, rng, 0.6)
@@ -82,7 +82,7 @@ def test_the_proposer_gets_the_hidden_row_before_its_token(
 
 
 def test_unsure_drafts_are_not_verified(
-    target: Qwen3NextTarget, prompt: list[int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    target: DecoderTarget, prompt: list[int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every other propose is unsure; the threshold itself is sure enough."""
     wanted = plain(target, prompt, 20)
@@ -96,14 +96,14 @@ def test_unsure_drafts_are_not_verified(
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**32 - 1, np.int32(-1), True, None])
-def test_drafts_out_of_the_vocabulary_are_refused(target: Qwen3NextTarget, prompt: list[int], bad: Any) -> None:
+def test_drafts_out_of_the_vocabulary_are_refused(target: DecoderTarget, prompt: list[int], bad: Any) -> None:
     proposer = Scripted(lambda position, count: [1, bad])
     with pytest.raises(InvalidArgumentError, match=r"drafts\[1\]"):
         SpeculativeDecoder(target, proposer, 2).generate(prompt, 8)
     assert proposer.states[0].freed
 
 
-def test_more_drafts_than_asked_for_are_refused(target: Qwen3NextTarget, prompt: list[int]) -> None:
+def test_more_drafts_than_asked_for_are_refused(target: DecoderTarget, prompt: list[int]) -> None:
     proposer = Scripted(lambda position, count: [1] * (count + 1))
     with pytest.raises(InvalidArgumentError, match="at most the 2"):
         SpeculativeDecoder(target, proposer, 2).generate(prompt, 8)
@@ -115,7 +115,7 @@ def test_more_drafts_than_asked_for_are_refused(target: Qwen3NextTarget, prompt:
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("why", ["eos", "max_new_tokens"])
 def test_a_request_that_ends_among_accepted_drafts_keeps_what_it_emitted(
-    target: Qwen3NextTarget, prompt: list[int], rng: np.random.Generator, at: int, why: str
+    target: DecoderTarget, prompt: list[int], rng: np.random.Generator, at: int, why: str
 ) -> None:
     """All drafts are right, so that the end falls on each place of a verify in turn."""
     wanted = plain(target, prompt, 30)
@@ -140,21 +140,21 @@ def test_a_request_that_ends_among_accepted_drafts_keeps_what_it_emitted(
     decoder.free_state(state)
 
 
-def test_one_new_token(target: Qwen3NextTarget, prompt: list[int]) -> None:
+def test_one_new_token(target: DecoderTarget, prompt: list[int]) -> None:
     wanted = plain(target, prompt, 1)
     result = SpeculativeDecoder(target, right(prompt, wanted), 3).generate(prompt, 1)
     assert result.tokens == wanted
     assert (result.stats.verify_steps, result.stats.mean_accepted_length) == (0, None)
 
 
-def test_a_prompt_of_one_token(target: Qwen3NextTarget) -> None:
+def test_a_prompt_of_one_token(target: DecoderTarget) -> None:
     wanted = plain(target, [7], 12)
     result = SpeculativeDecoder(target, right([7], wanted), 3).generate([7], 12)
     assert result.tokens == wanted
 
 
 @pytest.mark.parametrize("length", [MAX_SEQ_LEN - 4, MAX_SEQ_LEN - 3, MAX_SEQ_LEN - 2, MAX_SEQ_LEN - 1, MAX_SEQ_LEN])
-def test_prompts_up_to_max_seq_len(target: Qwen3NextTarget, rng: np.random.Generator, length: int) -> None:
+def test_prompts_up_to_max_seq_len(target: DecoderTarget, rng: np.random.Generator, length: int) -> None:
     """Fewer drafts near the end, none past it; as many tokens as the plain run has."""
     prompt = rng.integers(0, VOCAB, length).tolist()
     wanted = plain(target, prompt, MAX_SEQ_LEN - length + 1)
@@ -168,7 +168,7 @@ def test_prompts_up_to_max_seq_len(target: Qwen3NextTarget, rng: np.random.Gener
                 assert position + asked < MAX_SEQ_LEN
 
 
-def test_prompts_that_are_refused(target: Qwen3NextTarget, prompt: list[int]) -> None:
+def test_prompts_that_are_refused(target: DecoderTarget, prompt: list[int]) -> None:
     decoder = SpeculativeDecoder(target, right(prompt, []), 2)
     before = target.gpu.live_bytes()
     for bad, kind in (([], InvalidArgumentError), ([1, VOCAB], InvalidArgumentError), ([1] * 97, CapacityError)):
@@ -187,7 +187,7 @@ def test_prompts_that_are_refused(target: Qwen3NextTarget, prompt: list[int]) ->
 
 
 def test_a_drafter_that_fails_in_its_prefill_leaves_the_state_as_it_was(
-    target: Qwen3NextTarget, prompt: list[int]
+    target: DecoderTarget, prompt: list[int]
 ) -> None:
     class Exhausted(Scripted):
         def prefill_drafter(self, *args: Any, **kwargs: Any) -> int:
@@ -216,7 +216,7 @@ def test_drafts_never_take_the_last_blocks_from_the_plain_run(
             SpeculativeDecoder(target, wrong(prompt, wanted), 3).generate(prompt, 14)
 
 
-def test_without_drafter_prefill_the_drafter_never_sees_the_prompt(target: Qwen3NextTarget, prompt: list[int]) -> None:
+def test_without_drafter_prefill_the_drafter_never_sees_the_prompt(target: DecoderTarget, prompt: list[int]) -> None:
     wanted = plain(target, prompt, 6)
     proposer = right(prompt, wanted)
     levers = ModelLevers(drafter_prefill=False)
@@ -225,7 +225,7 @@ def test_without_drafter_prefill_the_drafter_never_sees_the_prompt(target: Qwen3
 
 
 def test_a_drafter_that_cannot_be_fed_says_so(
-    target: Qwen3NextTarget, prompt: list[int], caplog: pytest.LogCaptureFixture
+    target: DecoderTarget, prompt: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = plain(target, prompt, 6)
     proposer = right(prompt, wanted)
@@ -237,7 +237,7 @@ def test_a_drafter_that_cannot_be_fed_says_so(
     assert [record.message for record in caplog.records] == ["Scripted cannot be fed: it drafts without the prompt"]
 
 
-def test_tokens_are_reported_as_they_come(target: Qwen3NextTarget, prompt: list[int]) -> None:
+def test_tokens_are_reported_as_they_come(target: DecoderTarget, prompt: list[int]) -> None:
     wanted = plain(target, prompt, 10)
     seen: list[list[int]] = []
     SpeculativeDecoder(target, right(prompt, wanted), 2).generate(prompt, 10, on_tokens=seen.append)

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from spark_py.model.config import ModelConfig
-from spark_py.model.target import Qwen3NextTarget, load_target_weights
+from spark_py.model.target import DecoderTarget, load_target_weights
 from spark_py.runtime.buffers import BufferArena
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.weights import WeightStore
@@ -170,7 +170,7 @@ def open_target(
     max_batch_tokens: int = 32,
     max_seqs: int = 4,
     num_blocks: int | None = None,
-) -> Iterator[Qwen3NextTarget]:
+) -> Iterator[DecoderTarget]:
     """The target of a checkpoint; everything is given back at the end."""
     config = tiny.config
     with (
@@ -178,7 +178,7 @@ def open_target(
         BufferArena(config, max_batch_tokens, max_seq_len, 16, max_seqs, gpu) as buffers,
     ):
         weights = load_target_weights(store, config, gpu)
-        with Qwen3NextTarget(weights, config, gpu, buffers, max_seqs, num_blocks) as target:
+        with DecoderTarget(weights, config, gpu, buffers, max_seqs, num_blocks) as target:
             yield target
 
 

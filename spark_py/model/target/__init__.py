@@ -2,17 +2,17 @@
 """The small models that verify drafts."""
 
 from .base import Target, TargetRows, TargetState
+from .decoder import DecoderTarget
 from .deepseek_v4 import DeepseekV4Target
 from .paged import BLOCK_SIZE, PagedTarget
-from .qwen3_next import Qwen3NextTarget
 from .weights import LayerWeights, TargetWeights, load_target_weights
 
 __all__ = [
     "BLOCK_SIZE",
+    "DecoderTarget",
     "DeepseekV4Target",
     "LayerWeights",
     "PagedTarget",
-    "Qwen3NextTarget",
     "Target",
     "TargetRows",
     "TargetState",
