@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_py.model.batched_speculative import BatchedSpeculativeDecoder
-from spark_py.model.checkpoint import Checkpoint, open_checkpoint
+from spark_py.model.checkpoint import Checkpoint, check_family, family_of, open_checkpoint
 from spark_py.model.config import ModelConfig
 from spark_py.model.layer import DraftProposer
 from spark_py.model.speculative import Generation, SpeculativeDecoder, SpeculativeStats
@@ -33,15 +33,17 @@ _MIN_WIDTH, _ROOMY = 120, 100
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the loop, under the names of the JSON output. `quantization` is the draft head's, `drafter_prefill`
-    whether it saw the prompt, which FP8 and NVFP4 heads never do. `seconds` is the whole run, prefill included;
+    """One run of the loop, under the names of the JSON output. `quantization` and `hidden_mode` are the draft head's,
+    None in families whose heads have no such choice; `drafter_prefill` says whether it saw the prompt, which FP8 and
+    NVFP4 heads never do. `seconds` is the whole run, prefill included;
     `per_position[j]` counts the verify steps that accepted draft j. Of several sequences at once, counts and new tokens
     are those of all, text and ids those of the first; `sequences` has each one's prompt, text, token_ids and finish."""
 
     backend: str
     device: str
     family: str
-    quantization: str
+    quantization: str | None
+    hidden_mode: str | None
     num_drafts: int
     concurrency: int
     row_policy: str
@@ -114,6 +116,10 @@ def _tokenized(folder: Path, prompts: Sequence[str], max_new_tokens: int, limit:
 def decode(folder: Path, request: Request) -> list[Run]:
     """The runs that a request asks for, each sequence compared with its plain run, which is made in any case."""
     config = ModelConfig.from_file(folder)
+    name = request.family or family_of(config)
+    family = check_family(name, config)
+    request.check_choices(name, family)
+    request = replace(request, family=name)
     most = max(request.concurrency)
     prompts = default_prompts(folder, most) if request.prompt is None else [request.prompt] * most
     limit = config.max_position_embeddings
@@ -124,14 +130,15 @@ def decode(folder: Path, request: Request) -> list[Run]:
 
     with (
         open_backend(request.backend) as gpu,
-        open_checkpoint(folder, gpu, max_seq_len, request.family, most) as checkpoint,
+        open_checkpoint(folder, gpu, max_seq_len, name, most) as checkpoint,
     ):
         if request.quantizations:
             forced = dict.fromkeys(forced_quantization(config, quant) for quant in request.quantizations)
             request = replace(request, quantizations=tuple(forced))
-        heads = request.plan(checkpoint.proposer.quantizations() if max(request.wanted) else ())
+        make = checkpoint.proposer
+        heads = request.plan(family, *((make.quantizations(), make.hidden_modes()) if max(request.wanted) else ()))
         proposers = [
-            checkpoint.proposer(head.levers, head.quantization) if max(head.drafts) else None for head in heads
+            make(head.levers, head.quantization, head.hidden_mode) if max(head.drafts) else None for head in heads
         ]
         alone: dict[tuple[int, ...], Generation] = {}
         for tokens in ids:
@@ -173,7 +180,8 @@ def _generate(
     gpu, eos, levers = checkpoint.target.gpu, checkpoint.config.eos_token_ids, head.levers
     what = f"{num_drafts} draft{'' if num_drafts == 1 else 's'}"
     if num_drafts:
-        what += f" ({_rows(levers.row_policy.value, levers.refeed)}, {head.quantization.value})"
+        choices = [_rows(levers.row_policy.value, levers.refeed), *([head.name] if head.name else [])]
+        what += f" ({', '.join(choices)})"
     if len(ids) > 1:
         what += f", {len(ids)} sequences"
     click.echo(f"{what} on {gpu.name}, {gpu.device_name()} ...", err=True)
@@ -210,8 +218,9 @@ def _run(
     return Run(
         backend=checkpoint.target.gpu.name,
         device=checkpoint.target.gpu.device_name(),
-        family=request.family,
-        quantization=head.quantization.value,
+        family=request.family or "",
+        quantization=head.quantization and head.quantization.value,
+        hidden_mode=head.hidden_mode and head.hidden_mode.value,
         num_drafts=num_drafts,
         concurrency=len(results),
         row_policy=levers.row_policy.value,
@@ -264,13 +273,15 @@ def _show(runs: Sequence[Run], as_json: bool, single: bool) -> None:
 def _table(runs: Sequence[Run], width: int) -> Table:
     """A row a run. Fits a terminal of 80 columns with up to 3 drafts; the shares of more of them wrap."""
     first, several = runs[0], any(run.concurrency > 1 for run in runs)
-    heads = len({(run.quantization, run.drafter_prefill) for run in runs}) > 1
+    heads = len({(_head(run), run.drafter_prefill) for run in runs}) > 1
     unfed = "the drafter does not see the prompt"
+    title = first.family + (f" in {_head(first)}" if _head(first) and not heads else "")
+    title += f" on {first.backend}, {first.device}, {first.new_tokens} new tokens"
+    why = ": only a bf16 head can be shown it" if first.quantization else ""
     table = Table(
-        title=f"{first.family}{'' if heads else f' in {first.quantization}'} on {first.backend}, {first.device}, "
-        f"{first.new_tokens} new tokens" + ("" if heads or first.drafter_prefill else f"; {unfed}"),
+        title=title + ("" if heads or first.drafter_prefill else f"; {unfed}"),
         title_justify="left",
-        caption=f"* {unfed}: only a bf16 head can be shown it" if heads else None,
+        caption=f"* {unfed}{why}" if heads else None,
         caption_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -288,7 +299,7 @@ def _table(runs: Sequence[Run], width: int) -> Table:
             f"{accepted / drafted:.0%}" if drafted else "-"
             for accepted, drafted in zip(run.per_position, run.drafted_per_position, strict=True)
         ]
-        head = run.quantization + ("" if run.drafter_prefill else "*")
+        head = (_head(run) or "head") + ("" if run.drafter_prefill else "*")
         table.add_row(
             *((str(run.concurrency),) if several else ()),
             str(run.num_drafts),
@@ -302,3 +313,7 @@ def _table(runs: Sequence[Run], width: int) -> Table:
             "yes" if run.identical_to_greedy else "NO",
         )
     return table
+
+
+def _head(run: Run) -> str:
+    return ", ".join(filter(None, (run.quantization, run.hidden_mode)))

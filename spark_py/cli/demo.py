@@ -18,7 +18,7 @@ DEMO_MODELS = Path(spark_py.__file__).parent / "demo_models"
 
 
 @click.command("demo", short_help="Generate text with the checkpoint that comes with the package.")
-@functools.partial(decoding_options, compare=True)
+@functools.partial(decoding_options, compare=True, family="qwen3_next")
 @click.option("--kernels", is_flag=True, help="Run one kernel instead and compare it with its formula.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs of --kernels.")
 def demo_command(request: Request, as_json: bool, kernels: bool, seed: int) -> None:
@@ -29,4 +29,5 @@ def demo_command(request: Request, as_json: bool, kernels: bool, seed: int) -> N
     if kernels:
         demo_kernels(request.backend, seed, as_json)
         return
+    assert request.family is not None
     report(decode(DEMO_MODELS / request.family, request), as_json, request.single)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,35 +12,21 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ..runtime.buffers import BufferArena
-from ..runtime.errors import InvalidArgumentError
+from ..runtime.errors import InvalidArgumentError, UnsupportedError
 from ..runtime.gpu import GpuBackend
 from ..runtime.weights import WeightStore
-from .config import ModelConfig
-from .layer import DraftProposer
-from .layers.mtp_head import MtpQuantization
-from .levers import ModelLevers
+from .config import MODEL_TYPES, ModelConfig
 from .mtp_factory import MtpFactory
+from .proposer_factory import ProposerFactory
+from .row_policy import RowPolicy
 from .target import BLOCK_SIZE, DecoderTarget, Target, load_target_weights
 
-__all__ = ["FAMILIES", "Checkpoint", "ProposerFactory", "open_checkpoint"]
+__all__ = ["FAMILIES", "Checkpoint", "Family", "ProposerFactory", "check_family", "family_of", "open_checkpoint"]
 
 log = logging.getLogger("spark_py.model")
 
 BATCH_TOKENS = 32
 """Rows that the arena holds: twice what the batched GEMV takes, and as many as a batched propose."""
-
-
-class ProposerFactory(Protocol):
-    """Makes a family's draft heads. Each has a KV pool of its own, and lives until the checkpoint is closed."""
-
-    def quantizations(self) -> tuple[MtpQuantization, ...]:
-        """What a head of the checkpoint may be quantised to, BF16 first."""
-        ...
-
-    def __call__(self, levers: ModelLevers, quantization: MtpQuantization = MtpQuantization.BF16) -> DraftProposer:
-        """A head, in BF16 where the checkpoint forces that. Its tensors are read here: a WeightError names what is
-        missing or damaged, UnsupportedError what is not offered."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +40,7 @@ class Checkpoint:
 
 def _qwen3_next(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack, max_seqs: int) -> Checkpoint:
     """Gated full attention with dense FFNs or with experts, as the configuration says, and an MTP head."""
-    config = ModelConfig.from_file(folder)
-    if config.unknown:
-        log.info("fields of config.json that nothing reads: %s", ", ".join(sorted(config.unknown)))
+    config = _config(folder)
     store = stack.enter_context(WeightStore.open(folder))
     weights = load_target_weights(store, config, gpu)
     buffers = stack.enter_context(BufferArena(config, BATCH_TOKENS, max_seq_len, BLOCK_SIZE, max_seqs, gpu))
@@ -65,8 +49,62 @@ def _qwen3_next(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStac
     return Checkpoint(config, target, MtpFactory(folder, store, config, gpu, weights, max_seq_len, blocks, stack))
 
 
-FAMILIES = MappingProxyType({"qwen3_next": _qwen3_next, "qwen3_next_moe": _qwen3_next})
-"""Family, as the command line calls it, to what opens its checkpoints. Families have a demo checkpoint each."""
+def _config(folder: Path) -> ModelConfig:
+    config = ModelConfig.from_file(folder)
+    if config.unknown:
+        log.info("fields of config.json that nothing reads: %s", ", ".join(sorted(config.unknown)))
+    return config
+
+
+class Opener(Protocol):
+    """Opens a family's checkpoint; what it opens lives as long as `stack`."""
+
+    def __call__(
+        self, folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack, max_seqs: int
+    ) -> Checkpoint: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of checkpoints. `model_types`: those of MODEL_TYPES' values that it opens. `row_policy`: what its
+    drafters do unless told otherwise. `quantizes`, `hidden_modes`: whether its heads have these choices."""
+
+    open: Opener
+    model_types: frozenset[str]
+    row_policy: RowPolicy = RowPolicy.SEED
+    quantizes: bool = False
+    hidden_modes: bool = False
+
+
+_QWEN = Family(_qwen3_next, frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"}), quantizes=True)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "qwen3_next": _QWEN,
+        "qwen3_next_moe": _QWEN,
+    }
+)
+"""By the name that the command line has for it. Families have a demo checkpoint each."""
+
+
+def family_of(config: ModelConfig) -> str:
+    """The first of FAMILIES that opens a checkpoint with this configuration."""
+    kind = MODEL_TYPES[config.model_type]
+    found = next((name for name, family in FAMILIES.items() if kind in family.model_types), None)
+    if found is None:
+        raise UnsupportedError(f"model_type {config.model_type!r} has no target here: {', '.join(FAMILIES)} have")
+    return found
+
+
+def check_family(name: str, config: ModelConfig) -> Family:
+    """The family called `name`; InvalidArgumentError for an unknown one, or one that does not open such checkpoints."""
+    if name not in FAMILIES:
+        raise InvalidArgumentError("family", name, f"one of {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    if MODEL_TYPES[config.model_type] not in family.model_types:
+        right = family_of(config)
+        raise InvalidArgumentError("family", name, f"config.json says {config.model_type!r}, which {right} opens")
+    return family
 
 
 @contextmanager
@@ -78,7 +116,6 @@ def open_checkpoint(
     ConfigError, WeightError, UnsupportedError or InvalidArgumentError name the file, field or tensor that is missing,
     damaged or not offered. The draft head's tensors are read when `proposer` is called.
     """
-    if family not in FAMILIES:
-        raise InvalidArgumentError("family", family, f"one of {', '.join(FAMILIES)}")
+    found = check_family(family, ModelConfig.from_file(folder))
     with ExitStack() as stack:
-        yield FAMILIES[family](Path(folder), gpu, max_seq_len, stack, max_seqs)
+        yield found.open(Path(folder), gpu, max_seq_len, stack, max_seqs)

@@ -10,9 +10,11 @@ from pathlib import Path
 from ..runtime.gpu import GpuBackend
 from ..runtime.weights import WeightStore
 from .config import ModelConfig
+from .layers.hidden_mode import HiddenMode
 from .layers.mtp_head import MtpHead, MtpQuantization
 from .layers.mtp_head.quantize import Quantizer
 from .levers import ModelLevers
+from .proposer_factory import ProposerFactory
 from .target import TargetWeights
 from .weight_loader import forced_quantization, free_copied, has_dense_ffn, load_mtp_weights
 from .weight_map import QuantizedWeight
@@ -22,7 +24,7 @@ __all__ = ["MtpFactory"]
 log = logging.getLogger("spark_py.model")
 
 
-class MtpFactory:
+class MtpFactory(ProposerFactory):
     """Makes heads that share the target's tables. What they need lives as long as `stack`.
 
     An unquantised head runs on the checkpoint's tensors, which `store` uploads once for all of them. A quantised one
@@ -55,10 +57,16 @@ class MtpFactory:
             offered.append(MtpQuantization.NVFP4)
         return tuple(q for q in offered if forced_quantization(self._config, q, quietly=True) is q)
 
-    def __call__(self, levers: ModelLevers, quantization: MtpQuantization = MtpQuantization.BF16) -> MtpHead:
-        """A head with a KV pool of its own, in `quantization` unless the checkpoint forces BF16. Errors as
-        `load_mtp_weights` and `MtpHead`: UnsupportedError for a dense FFN in NVFP4."""
-        quantization = forced_quantization(self._config, quantization)
+    def __call__(
+        self,
+        levers: ModelLevers,
+        quantization: MtpQuantization | None = None,
+        hidden_mode: HiddenMode | None = None,
+    ) -> MtpHead:
+        """A head with a KV pool of its own, in `quantization`, BF16 by default, unless the checkpoint forces BF16.
+        Errors as `load_mtp_weights` and `MtpHead`: UnsupportedError for a dense FFN in NVFP4."""
+        self._refuse_hidden_mode(hidden_mode)
+        quantization = forced_quantization(self._config, quantization or MtpQuantization.BF16)
         config, gpu, copies = self._config, self._gpu, quantization is not MtpQuantization.BF16
         store = self._stack.enter_context(WeightStore.open(self._folder)) if copies else self._store
         mtp = load_mtp_weights(store, config, gpu, native_fp8=quantization is MtpQuantization.FP8)
