@@ -159,11 +159,12 @@ class Rig:
         assert len(found) == drafts
         self._undo(state)
 
-    def propose_batch(self, n: int) -> None:
-        """n sequences at once."""
+    def propose_batch(self, n: int, drafts: int) -> None:
+        """n sequences at once, with verdicts as after `propose`."""
         rows = [self.hidden.offset(self.row_bytes * i) for i in range(n)]
         states = self.states[:n]
-        found = self.head.propose_batch([7] * n, rows, [self.context + 1] * n, 1, states, self.ctx, self.stream)
+        positions = [self.context + 1] * n
+        found = self.head.propose_batch([7] * n, rows, positions, drafts, states, self.ctx, self.stream)
         assert found is not None, "the head offers no batched propose"
         for state in states:
             self._undo(state)
@@ -235,15 +236,12 @@ def rig_of(gpu: GpuBackend, c: ModelConfig, quant: MtpQuantization, levers: Mode
 
 def paths(rig: Rig, parts: dict[str, float]) -> list[tuple[str, float, Callable[[], None]]]:
     """Name, bytes that it must read, and call of each way to draft."""
-    each = parts["shared"] + parts["own"]
+    each, batch = parts["shared"] + parts["own"], parts["shared"] + SEQUENCES * parts["own"]
     return [
         ("1 draft", each, lambda: rig.propose(1)),
         ("3 drafts", 3 * each, lambda: rig.propose(3)),
-        (
-            f"{SEQUENCES} sequences, 1 draft",
-            parts["shared"] + SEQUENCES * parts["own"],
-            lambda: rig.propose_batch(SEQUENCES),
-        ),
+        (f"{SEQUENCES} sequences, 1 draft", batch, lambda: rig.propose_batch(SEQUENCES, 1)),
+        (f"{SEQUENCES} sequences, 3 drafts", 3 * batch, lambda: rig.propose_batch(SEQUENCES, 3)),
     ]
 
 

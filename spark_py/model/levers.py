@@ -91,7 +91,7 @@ class ModelLevers:
     Kernels, none of which changes which drafts are made but for the last bits of sums:
     gemv_sw: the single-warp W4A16 GEMV. lm_head_tgemm: the tiled GEMM over the transposed LM head.
     gemv_exact_m_tiers, kv_gemv_pinned, small_m_tier: see drafting.rows. bf16_moe_fused: BF16 experts without a copy of
-        their ids to the host. propose_graph: the drafts of a single propose are one graph, on every
+        their ids to the host. propose_graph: all drafts of a propose, single or batched, are one graph, on every
         backend (see mtp_head.propose_graph).
     propose_meta_stride: bytes of a sequence's metadata in a batched propose; None: what max_seq_len needs.
 
