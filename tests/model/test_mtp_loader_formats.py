@@ -13,7 +13,7 @@ import pytest
 
 from spark_py.model import weight_loader
 from spark_py.model.config import ModelConfig
-from spark_py.model.weight_loader import quantization, qwen3_next, upload
+from spark_py.model.weight_loader import head_plans, quantization, qwen3_next, upload
 from spark_py.runtime import open_backend
 from spark_py.runtime.errors import ConfigError, MissingWeightError, SparkError, UnsupportedError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -36,7 +36,7 @@ from tests.model.mtp_loader_support import (
 from tests.model.support import RAW
 
 FOLDER = Path(weight_loader.__file__).parent
-REAL = Loader(upload, quantization, qwen3_next)
+REAL = Loader(upload, quantization, head_plans, qwen3_next)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -185,16 +185,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "each expert in a format of its own": (
         "qwen3_next", "[] if stacked else [every]", "[[n for n, _ in e.values()] for e in experts]"
     ),
-    "router and gates in any format": ("qwen3_next", "if plain and not store.is_loaded(name):", "if False:"),
-    "ignore_modules not looked at": ("qwen3_next", "store, name, config.ignore_modules)", "store, name)"),
-    "any shape": ("qwen3_next", "if plan.shape != shape:", "if False:"),
+    "router and gates in any format": ("head_plans", "if plain and not store.is_loaded(name):", "if False:"),
+    "ignore_modules not looked at": ("head_plans", "store, name, config.ignore_modules)", "store, name)"),
+    "any shape": ("head_plans", "if plan.shape != shape:", "if False:"),
     "FP8 always stays FP8": ("qwen3_next", "if native_fp8:", "if True:"),
     "row scales taken for block scales": (
         "upload", "return store.info(plan.scale).shape in fp8_scale_shapes(n, k)[Fp8Scales.BLOCK]", "return True"
     ),
-    "native scales not widened": ("upload", "read_scale(store, plan), W", "store.read(plan.scale), W"),
-    "a failed upload keeps what it has": ("upload", "_free_quietly(gpu, store.remove(name).ptr)", "pass"),
-    "memory of dequantised weights not asked for": ("upload", "reserve_bytes=need, ", ""),
+    "native scales not widened": ("upload", "= read_scale(store, plan), _", "= store.read(plan.scale), _"),
+    "a failed upload keeps what it has": ("upload", "free_quietly(gpu, store.remove(name).ptr)", "pass"),
+    "memory of dequantised weights not asked for": ("upload", "reserve_bytes=need + reserve_bytes, ", ""),
     "forced by fc alone": ("quantization", ', f"{LAYER}self_attn.q_proj.weight")', ",)"),
     "forced by q_proj alone": ("quantization", '("mtp.fc.weight", f"', '(f"'),
     "the first entry decides": ("quantization", "config.ignore_modules)", "config.ignore_modules[:1])"),
