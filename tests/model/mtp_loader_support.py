@@ -65,6 +65,7 @@ class Loader(NamedTuple):
 
     upload: ModuleType
     quantization: ModuleType
+    head_plans: ModuleType
     qwen3_next: ModuleType
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from .dequant_plan import HostWeight, WeightFormat, WeightPlan, check_scales_applied, plan_weight, read_weight
+from .mtp_modules import free_copied_modules, load_mtp_modules, modules_present
 from .mtp_names import mtp_tensor_shapes
 from .quantization import forced_quantization
 from .qwen3_next import free_copied, has_dense_ffn, load_mtp_weights
@@ -16,9 +17,12 @@ __all__ = [
     "check_scales_applied",
     "forced_quantization",
     "free_copied",
+    "free_copied_modules",
     "has_dense_ffn",
     "in_store",
+    "load_mtp_modules",
     "load_mtp_weights",
+    "modules_present",
     "mtp_tensor_shapes",
     "plan_for_device",
     "plan_weight",

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...runtime.errors import InvalidArgumentError, MissingWeightError, UnsupportedError
+from ...runtime.errors import MissingWeightError, UnsupportedError
 from ...runtime.gpu import GpuBackend
-from ...runtime.weights import WeightDtype, WeightStore
+from ...runtime.weights import WeightStore
 from ..config import ModelConfig
-from ..weight_map import DenseExpertWeight, DenseWeight, Fp8ExpertWeight, Fp8Weight, MtpWeights
+from ..weight_map import DenseExpertWeight, DenseWeight, Fp8Weight, MtpWeights
 from . import mtp_names as names
-from .dequant_plan import WeightPlan, check_scales_applied
-from .upload import in_store, is_block_scaled, plan_for_device, upload_weights
+from .dequant_plan import check_scales_applied
+from .head_plans import MISSING_HINT, checked_plan, expert_of, free_bf16, listed, native_names, on_device
+from .upload import in_store, upload_weights
 
 __all__ = ["free_copied", "has_dense_ffn", "load_mtp_weights"]
 
 log = logging.getLogger("spark_py.model.weight_loader")
 
 _PREFIX = "mtp."
-_HINT = "the checkpoint lacks (part of) its MTP module: take one that was saved with it, or decode without drafts"
 _MUST_BE_READ = re.compile(r"mtp\.layers\.(?!0\.)|mtp\.embed_tokens|lm_head|shared_head")
 """Tensors that change what the others mean. To leave one of them aside would give a head that runs and drafts noise."""
-_LISTED = 12
 _BF16 = 2  # bytes
 
 
@@ -64,7 +62,7 @@ def load_mtp_weights(
     if missing := sorted(name for name in shapes if not in_store(store, name)):
         raise MissingWeightError(missing, {}, str(store.source), _missing_hint(store, stacked))
     plain = {name for field, (name, _) in single.items() if names.is_plain(field)} | {n for n, _ in stacks.values()}
-    plans = {name: _plan(store, name, shape, name in plain, config) for name, shape in shapes.items()}
+    plans = {name: checked_plan(store, name, shape, name in plain, config) for name, shape in shapes.items()}
     accounted = {scale for plan in plans.values() for scale in plan.accounted}
     check_scales_applied(store, accounted, _PREFIX)
     _check_rest(store, accounted | {plan.name for plan in plans.values()})
@@ -74,18 +72,14 @@ def load_mtp_weights(
         groups = [[name] for name, _ in single.values()]
         every = [name for expert in experts for name, _ in expert.values()]
         groups += [] if stacked else [every]  # stacks are BF16, and one format holds for all experts
-        native = _native(store, plans, groups)
+        native = native_names(store, plans, groups)
     upload_weights(store, gpu, plans.values(), {plans[name].name for name in native})
 
     def weight(name: str) -> DenseWeight | Fp8Weight:
-        plan = plans[name]
-        tensor = store.get(plan.name)
-        if name in native:
-            return Fp8Weight(tensor.ptr, store.get(plan.scale).ptr, *plan.shape)
-        return DenseWeight(tensor.ptr, tensor.shape)
+        return on_device(store, plans[name], name in native)
 
     fields: dict[str, Any] = {field: weight(name) for field, (name, _) in single.items()}
-    made = [_expert([weight(expert[part][0]) for part in names.PROJECTIONS]) for expert in experts]
+    made = [expert_of([weight(expert[part][0]) for part in names.PROJECTIONS]) for expert in experts]
     if dense:
         return MtpWeights(**fields, dense_ffn=made[0])
     routed = _slices(store) if stacked else made[1:]
@@ -108,40 +102,12 @@ def free_copied(store: WeightStore, weights: MtpWeights, gpu: GpuBackend) -> Non
     and shared gate. `weights` is what `load_mtp_weights` gave for `store`; after this only such a head can use it."""
     plain = [getattr(weights, field) for field in weights.__slots__ if names.is_plain(field)]
     kept = {weight.weight for weight in plain if weight is not None}
-    for name in store.names():
-        if store.is_loaded(name) and name.startswith(_PREFIX):
-            tensor = store.get(name)
-            if tensor.dtype is WeightDtype.BF16 and tensor.ptr not in kept:
-                gpu.free(store.remove(name).ptr)
+    free_bf16(store, _PREFIX, kept, gpu)
 
 
 def _missing_hint(store: WeightStore, stacked: bool) -> str:
     half = [] if stacked else [name for name in names.STACKED if name in store]
-    return f"{_HINT}; of the stacked experts there is {half[0]!r} alone" if half else _HINT
-
-
-def _plan(store: WeightStore, name: str, shape: tuple[int, ...], plain: bool, config: ModelConfig) -> WeightPlan:
-    if plain and not store.is_loaded(name):
-        dtype = store.info(name).dtype
-        if dtype not in (WeightDtype.BF16, WeightDtype.F32):
-            raise UnsupportedError(f"tensor {name!r} is {dtype}: here an MTP head takes BF16, or F32, which is rounded")
-    plan = plan_for_device(store, name, config.ignore_modules)
-    if plan.shape != shape:
-        raise InvalidArgumentError(f"shape of {name}", plan.shape, f"{shape} is needed by the configuration")
-    return plan
-
-
-def _native(store: WeightStore, plans: dict[str, WeightPlan], groups: Iterable[Sequence[str]]) -> set[str]:
-    """The tensors of the groups that are block-scaled E4M3 from the first to the last."""
-    whole = [group for group in groups if all(is_block_scaled(store, plans[name]) for name in group)]
-    return {name for group in whole for name in group}
-
-
-def _expert(parts: Sequence[DenseWeight | Fp8Weight]) -> DenseExpertWeight | Fp8ExpertWeight:
-    dense = [part for part in parts if isinstance(part, DenseWeight)]
-    if len(dense) == len(parts):
-        return DenseExpertWeight(*dense)
-    return Fp8ExpertWeight(*(part for part in parts if isinstance(part, Fp8Weight)))
+    return f"{MISSING_HINT}; of the stacked experts there is {half[0]!r} alone" if half else MISSING_HINT
 
 
 def _slices(store: WeightStore) -> list[DenseExpertWeight]:
@@ -164,11 +130,6 @@ def _slices(store: WeightStore) -> list[DenseExpertWeight]:
 def _check_rest(store: WeightStore, read: set[str]) -> None:
     rest = [name for name in store.names() if name.startswith(_PREFIX) and name not in read]
     if needed := [name for name in rest if _MUST_BE_READ.search(name)]:
-        raise UnsupportedError(f"tensors that an MTP head of one module cannot take into account: {_listed(needed)}")
+        raise UnsupportedError(f"tensors that an MTP head of one module cannot take into account: {listed(needed)}")
     if rest:
-        log.warning("tensors of the MTP module that nothing reads: %s", _listed(rest))
-
-
-def _listed(found: Sequence[str]) -> str:
-    some = ", ".join(repr(name) for name in found[:_LISTED])
-    return some if len(found) <= _LISTED else f"{some} and {len(found) - _LISTED} more"
+        log.warning("tensors of the MTP module that nothing reads: %s", listed(rest))
