@@ -178,9 +178,10 @@ def _load(
     if missing := [tensor.name for tensor in tensors if tensor.name not in found]:
         raise MissingWeightError(missing, {}, str(store.source), hint)
     plans = V4Plans.of(store, [(tensor, found[tensor.name]) for tensor in tensors], config)
+    accounted = plans.accounted()
     for each in (prefix, f"model.{prefix}"):
-        check_scales_applied(store, plans.accounted, each)
-        if rest := [name for name in store.names() if name.startswith(each) and name not in plans.accounted]:
+        check_scales_applied(store, accounted, each)
+        if rest := [name for name in store.names() if name.startswith(each) and name not in accounted]:
             raise UnsupportedError(f"tensors under {each!r} that nothing here takes into account: {_listed(rest)}")
     return plans.upload(gpu)
 

@@ -79,7 +79,6 @@ class V4Plans:
             check_hash_table(table, config.num_experts)
         return cls(store, plans, kinds, tables)
 
-    @property
     def accounted(self) -> set[str]:
         """The tensors of the files that these plans answer for, scales among them."""
         return {name for plan in self.plans.values() for name in (plan.name, *plan.accounted)}
