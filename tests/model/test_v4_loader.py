@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from spark_py.model import weight_loader
 from spark_py.model.layers.deepseek_v4 import V4Attention, V4Ffn, V4HyperConnections, V4Layer
 from spark_py.model.weight_loader import deepseek_v4, deepseek_v4_names, deepseek_v4_upload, upload
-from spark_py.model.weight_loader.deepseek_v4 import load_v4_mtp_weights, v4_shapes
+from spark_py.model.weight_loader.deepseek_v4 import load_v4_mtp_weights, load_v4_target_weights, v4_shapes
 from spark_py.runtime import open_backend
 from spark_py.runtime.errors import SparkError, UnsupportedError
 from spark_py.runtime.gpu import GpuBackend
@@ -87,6 +88,15 @@ def test_a_block_of_loaded_weights_is_the_models(gpu: GpuBackend, tmp_path: Path
     wanted = post_of(mixture.output(norm("ffn_norm", y)), middle, post, comb)
     # Rows between the parts are rounded to BF16, about a dozen times 2^-9 of an element at most, streams are not.
     assert relative_l2(got, wanted) < 2.0**-6
+
+
+def test_a_module_with_a_hash_router_is_refused(gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator) -> None:
+    config = files.config()
+    with opened(tmp_path / "folder", files.published(rng)) as store:
+        module, target = load_v4_mtp_weights(store, config, gpu), load_v4_target_weights(store, config, gpu)
+        ffn = replace(module.block.ffn, router=target.blocks[0].ffn.router)
+        with pytest.raises(UnsupportedError, match=r"mtp\.0\.ffn\.gate\.tid2eid"):
+            replace(module, block=replace(module.block, ffn=ffn)).check(v4_shapes(config), "mtp.0")
 
 
 def test_a_shared_expert_of_another_width_is_refused() -> None:
