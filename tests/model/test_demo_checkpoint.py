@@ -28,7 +28,10 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(family: str) -> Path:
-    return DEMO_MODELS / family
+    found = DEMO_MODELS / family
+    if not found.is_dir():
+        pytest.skip(f"no checkpoint of {family} ships yet")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -98,4 +101,6 @@ def test_all_checkpoints_are_small_together() -> None:
 def test_the_layers_are_those_of_the_family(family: str, folder: Path) -> None:
     config = ModelConfig.from_file(folder)
     sparse = [config.is_sparse_layer(layer) for layer in range(config.num_hidden_layers)]
-    assert sparse == [family == "qwen3_next_moe"] * config.num_hidden_layers
+    assert sparse == [family != "qwen3_next"] * config.num_hidden_layers
+    if family == "deepseek_v4":
+        assert 0 < config.num_hash_layers < config.num_hidden_layers, "both kinds of router"
