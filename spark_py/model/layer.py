@@ -197,10 +197,11 @@ class DraftProposer(ABC):
         ctx: ForwardContext,
         stream: StreamLike,
         out_conf: list[list[float]] | None = None,
+        grammar_bitmasks: Sequence[GrammarMask | None] | None = None,
     ) -> list[list[int]] | None:
         """As `propose`, for several sequences in one pass: a list of drafts each; None where that is not offered for
-        these sequences. `out_conf` becomes a list a sequence, ln of the probability of each draft, 0.0 where it is not
-        measured; it stays empty where the proposer measures none."""
+        these sequences, and where one of them drafts under a grammar. `out_conf` becomes a list a sequence, ln of the
+        probability of each draft, 0.0 where it is not measured; it stays empty where the proposer measures none."""
         return None
 
     def propose_batch_max(self, buffers: BufferArena, config: ModelConfig) -> int:

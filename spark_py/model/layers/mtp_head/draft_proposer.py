@@ -164,21 +164,26 @@ class MtpHead(MtpHeadProposeGraphBatch, DraftProposer):
         ctx: ForwardContext,
         stream: StreamLike,
         out_conf: list[list[float]] | None = None,
+        grammar_bitmasks: Sequence[GrammarMask | None] | None = None,
     ) -> list[list[int]] | None:
-        """`propose` for each sequence, in one pass a position; sequences under a grammar are not for it. None for fewer
-        sequences than 2 or more than `propose_batch_max`, and for a state of another proposer's type.
+        """`propose` for each sequence, in one pass a position. None for fewer sequences than 2 or more than
+        `propose_batch_max`, for a state of another proposer's type, and where a sequence has a grammar mask: its next
+        draft waits for what the grammar says of the last, so that such sequences propose alone.
 
         A hidden row may lie anywhere but in `ssm_gates`. The errors are those of `propose`; CapacityError also for a
         block table beyond a propose_meta_stride that was asked for, InvalidArgumentError for a state that is there
         twice. After an error all states and `out_conf` are as they were.
         """
         n = len(states)
-        given = {"last_tokens": last_tokens, "target_hiddens": target_hiddens, "positions": positions}
+        masks = [None] * n if grammar_bitmasks is None else grammar_bitmasks
+        given: dict[str, Sequence[object]] = {"last_tokens": last_tokens, "target_hiddens": target_hiddens}
+        given |= {"positions": positions, "grammar_bitmasks": masks}
         for name, items in given.items():
             if len(items) != n:
                 raise InvalidArgumentError(f"length of {name}", len(items), f"one for each of the {n} states")
         drafts_wanted = count("num_drafts", num_drafts, 0)
-        if not self.can_propose_batch(n, ctx.buffers) or not all(isinstance(s, MtpProposerState) for s in states):
+        offered = self.can_propose_batch(n, ctx.buffers) and all(isinstance(s, MtpProposerState) for s in states)
+        if not offered or any(mask is not None for mask in masks):
             return None
         owned = [self._own(state) for state in states]
         if len(set(owned)) < n:
