@@ -4,7 +4,7 @@
 
 Needs torch and transformers, which nothing else here does: pip install 'torch==2.13.*' 'transformers==5.24.*' ml_dtypes
 safetensors. Two fixtures are made from checkpoints that a seed gives, without and with experts, one from the demo
-checkpoint.
+checkpoint; `v4_ffn` is a single part of DeepSeek-V4 with weights of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tools.goldens import cases, checkpoint
+from tools.goldens import cases, checkpoint, v4_ffn
 
 Array = np.ndarray[Any, Any]
 
+PARTS = {v4_ffn.NAME: v4_ffn.arrays_of}
+"""Fixtures of parts of a model, which hold their weights."""
+NAMES = (*cases.NAMES, *PARTS)
 FIXTURES = cases.ROOT / "tests" / "parity" / "fixtures"
 EXACT = 2e-5
 """Largest difference that --check allows, of values relative to the array's largest: FP32 sums within transformers come
@@ -38,6 +41,9 @@ def make(name: str, scratch: Path, spreads: bool = True) -> tuple[dict[str, Any]
     import torch
     import transformers
 
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
+    if name in PARTS:
+        return {"made by": "tools/make_goldens.py", **versions}, PARTS[name]()
     from tools.goldens import huggingface
 
     folder = cases.DEMO
@@ -47,9 +53,7 @@ def make(name: str, scratch: Path, spreads: bool = True) -> tuple[dict[str, Any]
     meta = {
         "made by": "tools/make_goldens.py",
         "checkpoint": checkpoint.digest(folder),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numpy": np.__version__,
+        **versions,
         "disturbed runs": huggingface.COPIES,
     }
     return meta, huggingface.arrays_of(folder, cases.case(name), spreads)
@@ -58,7 +62,7 @@ def make(name: str, scratch: Path, spreads: bool = True) -> tuple[dict[str, Any]
 def differences(stored: dict[str, Array], made: dict[str, Array]) -> list[str]:
     """What keeps two fixtures from being the same, one line an array."""
     found = [f"{name}: only in one of the two" for name in sorted(stored.keys() ^ made.keys())]
-    unclear = {prefix: _unclear(stored, made, prefix) for prefix in ("target", "head")}
+    unclear = {prefix: _unclear(stored, made, prefix) for prefix in ("target", "head") if f"{prefix}_logits" in stored}
     for name in sorted(stored.keys() & made.keys()):
         old, new = stored[name], made[name]
         if old.shape != new.shape or old.dtype != new.dtype:
@@ -92,14 +96,14 @@ def _unclear(stored: dict[str, Array], made: dict[str, Array], prefix: str) -> A
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=FIXTURES, help=f"folder of the fixtures (default: {FIXTURES})")
-    parser.add_argument("--only", choices=cases.NAMES, help="this fixture alone")
+    parser.add_argument("--only", choices=NAMES, help="this fixture alone")
     parser.add_argument("--check", action="store_true", help="compare with the stored fixtures instead of writing them")
     parser.add_argument("--quick", action="store_true", help="with --check: leave the spreads out, which take minutes")
     options = parser.parse_args(argv)
     if options.quick and not options.check:
         parser.error("--quick goes with --check: fixtures are made whole")
     faults = 0
-    for name in cases.NAMES if options.only is None else (options.only,):
+    for name in NAMES if options.only is None else (options.only,):
         path = options.output / f"{name}.npz"
         with tempfile.TemporaryDirectory() as scratch:
             meta, arrays = make(name, Path(scratch), not options.quick)
@@ -110,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         stored_meta, stored = cases.load(path)
         lines = differences(stored, arrays)
-        if stored_meta["checkpoint"] != meta["checkpoint"]:
+        if stored_meta.get("checkpoint") != meta.get("checkpoint"):
             lines.insert(0, f"made from checkpoint {stored_meta['checkpoint']}, not from {meta['checkpoint']}")
         faults += len(lines)
         print(f"{path}: {'; '.join(lines) or 'the same'} (stored {stored_meta}, now {meta})")

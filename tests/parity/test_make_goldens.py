@@ -27,7 +27,7 @@ def unusable() -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", cases.NAMES)
+@pytest.mark.parametrize("name", make_goldens.NAMES)
 def test_the_stored_fixture_can_be_made_again(name: str) -> None:
     """Without the spreads, which take minutes: `make_goldens.py --check` compares them too."""
     if reason := unusable():
