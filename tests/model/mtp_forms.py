@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from spark_py.model.layers.mtp_head import MtpHead, MtpQuantization, new
+from spark_py.model.config import ModelConfig
+from spark_py.model.layers.mtp_head import HeadBody, MtpHead, MtpQuantization, new
 from spark_py.model.layers.mtp_head.quantize import Quantizer
 from spark_py.model.layers.mtp_head.types import ProjectionWeight
 from spark_py.model.levers import ModelLevers
@@ -152,6 +153,8 @@ def make_form(
     head_class: type[MtpHead] = MtpHead,
     weights: MtpWeights | None = None,
     arrays: dict[str, Array] | None = None,
+    body: HeadBody | None = None,
+    made: ModelConfig | None = None,
     **changes: Any,
 ) -> tuple[Rig, dict[str, Array]]:
     """A head of that form, and in FP64 the weights that it has."""
@@ -163,7 +166,7 @@ def make_form(
     lm_head = to_nvfp4(gpu, arrays["lm_head"]) if form.nvfp4_lm_head else None
     rig = make_rig(
         gpu, rng, arrays=arrays, quant=form.quant, lm_head=lm_head, levers=levers, head_class=head_class,
-        weights=weights, **changes,
+        weights=weights, body=body, made=made, **changes,
     )  # fmt: skip
     exact = {name: array.astype(np.float64) for name, array in arrays.items()}
     exact |= {name: decode(gpu, weight) for name, weight in Recorder.made.items()}

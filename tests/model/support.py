@@ -205,10 +205,12 @@ def make_rig(
     quant: MtpQuantization = MtpQuantization.BF16,
     lm_head: DenseWeight | QuantizedWeight | None = None,
     weights: MtpWeights | None = None,
+    made: ModelConfig | None = None,
     **changes: Any,
 ) -> Rig:
-    """A head of `arrays`, random ones by default. `weights` and `lm_head` take the place of what is made of them."""
-    c = config(**changes)
+    """A head of `arrays`, random ones by default. `weights` and `lm_head` take the place of what is made of them,
+    `made` that of the config."""
+    c = made or config(**changes)
     levers = levers or ModelLevers()
     arrays = arrays or random_weights(rng, c)
     buffers = BufferArena(c, 8, max_seq_len, 16, 4, gpu)
