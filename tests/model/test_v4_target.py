@@ -155,7 +155,7 @@ def test_misreadings_are_far_off(gpu: GpuBackend, tiny: Tiny, rng: np.random.Gen
 # ---------------------------------------------------------------- the independence of rows
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 16])
+@pytest.mark.parametrize("rows", [1, 3, 5])
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows(
     gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, rows: int
 ) -> None:
