@@ -290,6 +290,33 @@ def test_the_longest_tables_and_chains_fit_their_place(gpu: GpuBackend, rng: np.
             gpu.memset(last, 0, 8)
 
 
+def test_blocks_that_nobody_has_stay_as_they_are(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    """When a batch runs for the first time, is captured and is replayed: also those of a sequence that ended."""
+    rig = make_rig(gpu, rng)
+    ended, kv = rig.state(), rig.head.kv_cache
+    rig.feed(ended, [1] * 34, rng.standard_normal((34, rig.config.hidden_size)))
+    freed = list(ended.block_table)
+    rig.head.free_state(gpu, ended)
+
+    def blocks(which: list[int]) -> bytes:
+        gpu.synchronize(rig.stream)
+        return b"".join(side.tobytes() for block in which for side in kv.read_block(0, block))
+
+    states = [rig.state(), rig.state()]
+    for state in states:
+        rig.head.reserve_rows(state, 1)
+    others = [b for b in range(kv.num_blocks()) if not any(b in state.block_table for state in states)]
+    assert set(freed) & set(others)
+    before, at = blocks(others), rig.put(np.ones((2, rig.config.hidden_size)))
+    for _ in range(3):
+        hiddens = [at, at.offset(2 * rig.config.hidden_size)]
+        rig.head.propose_batch([1, 2], hiddens, [4, 5], 3, states, rig.ctx, rig.stream)
+        assert blocks(others) == before
+        for state in states:
+            rig.head.after_verify(0, state, rig.stream)
+    assert len(rig.head.propose_graphs) == 1
+
+
 # ---------------------------------------------------------------- errors and the end
 
 
