@@ -16,13 +16,10 @@ from ...runtime.weights import WeightStore
 from .._config_deepseek_v4 import SLIDING_ATTENTION
 from ..config import ModelConfig
 from ..layers.deepseek_v4 import (
-    V4AttentionShape,
     V4AttentionWeights,
     V4BlockWeights,
     V4ExpertWeights,
-    V4FfnShape,
     V4FfnWeights,
-    V4HyperShape,
     V4HyperWeights,
     V4LayerWeights,
     V4MtpWeights,
@@ -44,42 +41,8 @@ _LISTED = 12
 
 
 def v4_shapes(config: ModelConfig) -> V4Shapes:
-    """The shapes of a block. UnsupportedError for a shared expert of another width than the routed ones;
-    InvalidArgumentError for sizes that the kernels do not take."""
-    if config.shared_expert_intermediate_size != config.moe_intermediate_size:
-        found = f"{config.shared_expert_intermediate_size}, and of a routed one {config.moe_intermediate_size}"
-        raise UnsupportedError(f"the width of the shared expert is {found}: one shared expert as wide is offered")
-    return V4Shapes(
-        V4AttentionShape(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            rope_dim=config.qk_rope_head_dim,
-            q_lora_rank=config.q_lora_rank,
-            o_groups=config.o_groups,
-            o_lora_rank=config.o_lora_rank,
-            window=config.sliding_window,
-            rope_theta=config.rope_theta,
-            norm_eps=config.rms_norm_eps,
-        ),
-        V4HyperShape(
-            hidden_size=config.hidden_size,
-            hc_mult=config.hc_mult,
-            sinkhorn_iters=config.hc_sinkhorn_iters,
-            norm_eps=config.rms_norm_eps,
-            hc_eps=config.hc_eps,
-        ),
-        V4FfnShape(
-            hidden_size=config.hidden_size,
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            inter=config.moe_intermediate_size,
-            routed_scaling=config.routed_scaling_factor,
-            swiglu_limit=config.swiglu_limit,
-            norm_topk_prob=config.norm_topk_prob,
-            vocab_size=config.vocab_size,
-        ),
-    )
+    """`V4Shapes.of`."""
+    return V4Shapes.of(config)
 
 
 def has_v4_mtp(store: WeightStore, config: ModelConfig) -> bool:

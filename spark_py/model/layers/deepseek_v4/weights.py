@@ -14,6 +14,7 @@ from ....ops.moe_topk import MAX_EXPERTS, MAX_TOP_K
 from ....runtime.errors import InvalidArgumentError, UnsupportedError
 from ....runtime.gpu import DevicePtr
 from ....runtime.sizes import count
+from ...config import ModelConfig
 from ...weight_map import DenseWeight, Mxfp4Weight
 from .attention import V4AttentionShape, V4AttentionWeights
 from .hyper import V4HyperShape, V4HyperWeights
@@ -140,6 +141,44 @@ class V4Shapes:
     attention: V4AttentionShape
     hyper: V4HyperShape
     ffn: V4FfnShape
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> V4Shapes:
+        """Those that a configuration gives. UnsupportedError for a shared expert of another width than the routed ones;
+        InvalidArgumentError for sizes that the kernels do not take."""
+        if config.shared_expert_intermediate_size != config.moe_intermediate_size:
+            found = f"{config.shared_expert_intermediate_size}, and of a routed one {config.moe_intermediate_size}"
+            raise UnsupportedError(f"the width of the shared expert is {found}: one shared expert as wide is offered")
+        attention = V4AttentionShape(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            q_lora_rank=config.q_lora_rank,
+            o_groups=config.o_groups,
+            o_lora_rank=config.o_lora_rank,
+            window=config.sliding_window,
+            rope_theta=config.rope_theta,
+            norm_eps=config.rms_norm_eps,
+        )
+        hyper = V4HyperShape(
+            hidden_size=config.hidden_size,
+            hc_mult=config.hc_mult,
+            sinkhorn_iters=config.hc_sinkhorn_iters,
+            norm_eps=config.rms_norm_eps,
+            hc_eps=config.hc_eps,
+        )
+        ffn = V4FfnShape(
+            hidden_size=config.hidden_size,
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            inter=config.moe_intermediate_size,
+            routed_scaling=config.routed_scaling_factor,
+            swiglu_limit=config.swiglu_limit,
+            norm_topk_prob=config.norm_topk_prob,
+            vocab_size=config.vocab_size,
+        )
+        return cls(attention, hyper, ffn)
 
 
 @dataclass(frozen=True, slots=True)
