@@ -22,6 +22,7 @@ FAMILIES = (
     "batchm",
     "attention",
     "kv_fp8",
+    "spark_paged_decode_split",
     "fused_k",
     "gemm",
     "quantize_nvfp4",
