@@ -484,7 +484,7 @@ def test_a_graph_keyed_by_the_number_of_drafts_alone_works_in_another_arena(
 
 def test_the_slab_byte_for_byte(gpu: GpuBackend, rng: np.random.Generator) -> None:
     """Three drafts after 30 rows: the last is the first row of the third block."""
-    inputs, row = ProposeInputs(8, 5, lambda name, nbytes: gpu.alloc(nbytes, name)), rng.standard_normal(8)
+    inputs, row = ProposeInputs(16, 5, lambda name, nbytes: gpu.alloc(nbytes, name)), rng.standard_normal(8)
     source = gpu.alloc(16)
     gpu.copy_h2d(row.astype(ml_dtypes.bfloat16).view(np.uint8), source)
     inputs.set(gpu, 77, source, 41, 30, 3, [9, 4, 6, 5], gpu.default_stream())

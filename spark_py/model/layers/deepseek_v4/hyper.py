@@ -94,6 +94,11 @@ class V4HyperConnections:
         rows, shape = self._scratch.check_rows(rows), self.shape
         ops.hc_expand(self.gpu, self._kernels, hidden, streams, rows, shape.hidden_size, shape.hc_mult, stream)
 
+    def widen(self, rows_of_streams: DevicePtr, streams: DevicePtr, rows: int, stream: StreamLike) -> None:
+        """Streams that have a row each, BF16 [rows, hc_mult, h], as FP32."""
+        rows, shape = self._scratch.check_rows(rows) * self.shape.hc_mult, self.shape
+        ops.hc_expand(self.gpu, self._kernels, rows_of_streams, streams, rows, shape.hidden_size, 1, stream)
+
     def around(
         self, weights: V4HyperWeights, streams: DevicePtr, sublayer: Sublayer, rows: int, stream: StreamLike
     ) -> None:

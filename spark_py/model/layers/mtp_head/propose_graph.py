@@ -45,14 +45,15 @@ class ProposeInputs:
 
     One slab, which `set` fills with one upload: u32 token at 0; for draft i, from byte 32 * (1 + i) on, u32 position
     at 0, i64 slot at 8 and i32 length at 16, the row itself included; i32 block table [capacity] after the last of
-    MAX_GRAPH_DRAFTS. `hidden`: BF16 [h], a copy of the target's row. `ids`: u32 [MAX_GRAPH_DRAFTS].
+    MAX_GRAPH_DRAFTS. `hidden`: `hidden_bytes`, a copy of the target's row. `ids`: u32
+    [MAX_GRAPH_DRAFTS].
 
     capacity: blocks of the longest sequence. A graph bakes it in as the width of the table, so that it holds for every
     length up to there; what a table has beyond the sequence is never read.
     """
 
-    def __init__(self, h: int, capacity: int, alloc: Callable[[str, int], DevicePtr]) -> None:
-        self.hidden_bytes, self.capacity = h * BF16_BYTES, capacity
+    def __init__(self, hidden_bytes: int, capacity: int, alloc: Callable[[str, int], DevicePtr]) -> None:
+        self.hidden_bytes, self.capacity = hidden_bytes, capacity
         self.slab = alloc("propose_graph.inputs", _TABLE + 4 * capacity)
         self.hidden = alloc("propose_graph.hidden", self.hidden_bytes)
         self.ids = alloc("propose_graph.ids", MAX_GRAPH_DRAFTS * _ID_BYTES)
@@ -210,7 +211,8 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
         levers = self.levers
         logs = levers.shadow_topk > 0 or levers.debug_norms
         if levers.propose_graph and levers.draft_conf_tau <= 0.0 and not logs and not self.ffn_reads_back:
-            self.propose_inputs = ProposeInputs(self.h, self.max_seq_len // KV_BLOCK_SIZE + 1, self._alloc)
+            capacity = self.max_seq_len // KV_BLOCK_SIZE + 1
+            self.propose_inputs = ProposeInputs(self.h * BF16_BYTES, capacity, self._alloc)
             self.propose_graphs = ProposeGraphs(self.gpu)
             self._stack.callback(self.propose_graphs.release)
 
