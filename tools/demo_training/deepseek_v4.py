@@ -402,7 +402,6 @@ def compare(folder: Path, model: Model, prompt: list[int]) -> dict[str, Any]:
     """transformers has no MTP module, so this one runs as its one-layer model: the layer reads what the module's
     projections give, at positions from 1, and the module's head and norm stand for the model's."""
     from transformers import DeepseekV4ForCausalLM
-    from transformers.masking_utils import create_sliding_window_causal_mask
 
     def read(name: Path) -> Any:
         return DeepseekV4ForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").eval()
@@ -431,13 +430,11 @@ def compare(folder: Path, model: Model, prompt: list[int]) -> dict[str, Any]:
         parts[norm] = functional.linear(theirs_norm(x), state[f"layers.0.{norm[0]}_proj.weight"])
     streams = parts["enorm"].unsqueeze(2) + parts["hnorm"]
     positions = torch.arange(1, len(prompt))[None]
-    mask = create_sliding_window_causal_mask(
-        config=draft.config, inputs_embeds=embedding, attention_mask=None, cache=None, position_ids=positions
-    )
+    row, column = positions.T, positions
+    seen = (column <= row) & (column > row - model.settings.attention_window)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
     turns = {kind: draft.model.rotary_emb(embedding, positions, layer_type=kind) for kind in ("main", "compress")}
-    out = draft.model.layers[0](
-        streams, position_embeddings=turns, position_ids=positions, attention_mask=mask, cache=None
-    )
+    out = draft.model.layers[0](streams, position_embeddings=turns, position_ids=positions, attention_mask=mask)
     theirs = draft.lm_head(draft.model.norm(draft.model.hc_head(out)))
     return result | {"draft_logits": difference(model.draft_logits(model.first_drafts(ids, hidden)), theirs)}
 

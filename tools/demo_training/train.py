@@ -140,7 +140,7 @@ class Trainer:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         done = []
         with self.autocast():
-            for start in prompts.split(1024):
+            for start in prompts.split(4096):
                 ids, tokens = start, [start]
                 cache = self.model.cache(self.settings.layers, len(start), length, dtype)
                 turn = torch.arange(len(start), device=self.device) % 2 * _SPAN
