@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py.model.layers.mtp_head import HeadBody, MtpHead, NormConvention, ffn, forward, projection
+from spark_py.model.layers.mtp_head import HeadBody, MtpHead, NormConvention, attention, ffn, forward, projection
 from spark_py.model.levers import ModelLevers
 from spark_py.ops.residual_add import sigmoid_gate_mul
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -203,11 +203,11 @@ PATCHES: dict[str, Patch] = {
     "position one too large": _patched("pack_mtp_attn_meta", _replaced(0, lambda p: p + 1)),
     "own row not seen": _patched("pack_mtp_attn_meta", _replaced(2, lambda n: n - 1)),
     "queries and gates not taken apart": _patched("deinterleave_qg", lambda real: _nothing, projection),
-    "no gate": _patched("sigmoid_gate_mul", lambda real: _nothing),
-    "no softmax scale": _patched("paged_decode_attn", _replaced(14, lambda s: 1.0)),
-    "a window of one row": _patched("paged_decode_attn", _replaced(16, lambda w: 1)),
-    "keys not rotated": _patched("rope", lambda real: _nothing),
-    "rotary half": _patched("rope", _replaced(9, lambda r: r // 2)),
+    "no gate": _patched("sigmoid_gate_mul", lambda real: _nothing, attention),
+    "no softmax scale": _patched("paged_decode_attn", _replaced(14, lambda s: 1.0), attention),
+    "a window of one row": _patched("paged_decode_attn", _replaced(16, lambda w: 1), attention),
+    "keys not rotated": _patched("rope", lambda real: _nothing, attention),
+    "rotary half": _patched("rope", _replaced(9, lambda r: r // 2), attention),
     "FFN not added": _patched("residual_add", lambda real: _nothing),
     "gate and up swapped": _patched("silu_mul", _swapped(2, 3), ffn),
 }
@@ -290,7 +290,7 @@ def test_a_gate_after_the_output_projection_is_seen(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(gpu, rng, head_class=GateAfterOutputProjection)
-    monkeypatch.setattr(forward, "sigmoid_gate_mul", _nothing)
+    monkeypatch.setattr(attention, "sigmoid_gate_mul", _nothing)
     with pytest.raises(AssertionError):
         check_drafts(rig, rng, 17, 3)
 

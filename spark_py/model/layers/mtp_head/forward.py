@@ -12,18 +12,14 @@ import numpy as np
 from ....ops.argmax import argmax_bf16
 from ....ops.embed_from_argmax import embed_from_argmax
 from ....ops.norm import residual_add_rms_norm, rms_norm
-from ....ops.paged_decode import paged_decode_attn
-from ....ops.paged_decode_fp8 import paged_decode_attn_fp8
-from ....ops.reshape_and_cache import reshape_and_cache, reshape_and_cache_fp8
-from ....ops.residual_add import bf16_concat, residual_add, sigmoid_gate_mul
-from ....ops.rope import rope
+from ....ops.residual_add import bf16_concat, residual_add
 from ....runtime.gpu import DevicePtr, StreamLike
 from ....runtime.scratch import ScratchRegion
 from ...layer import AttnMetadataDev, ForwardContext
 from ...weight_map import DenseWeight
 from ..mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
+from .attention import MtpHeadAttention
 from .body import QkNorm
-from .ffn import MtpHeadFfn
 from .grammar import MaskWords, masked_argmax
 from .new import BF16_BYTES, KV_BLOCK_SIZE, log
 from .types import MtpProposerState
@@ -32,11 +28,9 @@ __all__ = ["MtpHeadForward"]
 
 PLACEHOLDER = 0
 """Returned instead of an id that stays on the device."""
-KV_SCALE = 1.0
-"""Scale of K and V in an FP8 pool: they are stored as they are, saturating at 448."""
 
 
-class MtpHeadForward(MtpHeadFfn):
+class MtpHeadForward(MtpHeadAttention):
     """The forward pass. Buffers are the arena's, under the names of its accessors."""
 
     def forward_one(
@@ -158,8 +152,7 @@ class MtpHeadForward(MtpHeadFfn):
 
         # 8. Attention over the drafter's own rows.
         attn_output = buf.attn_output()
-        self._attention(q, k, v, meta, attn_output, stream)
-        self._apply_gate(q, attn_output, stream)
+        self._attend(q, k, v, [meta], attn_output, stream)
 
         # 9. Output projection, residual, post-attention norm.
         self.gemv(attn_output, self.o_proj, norm_output, h, q_elements, stream)
@@ -206,13 +199,6 @@ class MtpHeadForward(MtpHeadFfn):
         else:
             self._rms_norm(x, weight, x, rows * heads, self.hd, stream)
 
-    def _apply_gate(self, queries: DevicePtr, output: DevicePtr, stream: StreamLike) -> None:
-        """The attention's output of one row, BF16 [nq, hd], times sigmoid of the gates behind its queries."""
-        if self.body.gated:
-            n = self.nq * self.hd
-            gate = queries.offset(n * BF16_BYTES)
-            sigmoid_gate_mul(self.gpu, self.sigmoid_gate_mul_k, output, gate, output, n, stream)
-
     def output_row(self, ctx: ForwardContext) -> DevicePtr:
         """BF16 [h], where a row's draft leaves what the next draft or module goes on from: `hidden_states`, or
         `norm_output` where the body chains behind the final norm."""
@@ -251,41 +237,6 @@ class MtpHeadForward(MtpHeadFfn):
         )
         self.gpu.copy_h2d_async(packed, base, stream)
         return mtp_attn_meta(base, len(state.block_table))
-
-    def _attention(
-        self, q: DevicePtr, k: DevicePtr, v: DevicePtr, meta: AttnMetadataDev, output: DevicePtr, stream: StreamLike
-    ) -> None:
-        gpu, nq, nkv, hd = self.gpu, self.nq, self.nkv, self.hd
-        rope(gpu, self.rope_k, q, k, meta.positions, 1, nq, nkv, hd, self.rotary_dim, self.rope_theta, stream)
-        self._write_kv(k, v, meta.slot, 1, stream)
-        kv, layer = self.kv_cache, self.attn_layer_idx
-        pools = (kv.k_pool_ptr(layer), kv.v_pool_ptr(layer))
-        scale = 1.0 / math.sqrt(hd)
-        if self.kv_bf16:
-            paged_decode_attn(
-                gpu, self.paged_decode_k, q, *pools, output, meta.block_table, meta.seq_len, meta.max_blocks_per_seq,
-                meta.num_seqs, nq, nkv, hd, KV_BLOCK_SIZE, scale, nq * hd, 0, stream,
-            )  # fmt: skip
-        else:
-            paged_decode_attn_fp8(
-                gpu, self.paged_decode_k, q, *pools, output, meta.block_table, meta.seq_len, meta.max_blocks_per_seq,
-                meta.num_seqs, nq, nkv, hd, KV_BLOCK_SIZE, scale, KV_SCALE, KV_SCALE, nq * hd, kv.cache_stride(layer),
-                stream,
-            )  # fmt: skip
-
-    def _write_kv(self, k: DevicePtr, v: DevicePtr, slots: DevicePtr, rows: int, stream: StreamLike) -> None:
-        """Rows of K and V, BF16 [rows, nkv, hd], into the pool, at `slots` i64 [rows] on the device."""
-        gpu, nkv, hd, kv, layer = self.gpu, self.nkv, self.hd, self.kv_cache, self.attn_layer_idx
-        pools, row = (kv.k_pool_ptr(layer), kv.v_pool_ptr(layer)), self.nkv * self.hd
-        if self.kv_bf16:
-            reshape_and_cache(
-                gpu, self.reshape_cache_k, k, v, *pools, slots, rows, nkv, hd, KV_BLOCK_SIZE, row, row, stream
-            )
-        else:
-            reshape_and_cache_fp8(
-                gpu, self.reshape_cache_k, k, v, *pools, slots, rows, nkv, hd, KV_BLOCK_SIZE, KV_SCALE, KV_SCALE,
-                row, row, kv.cache_stride(layer), stream,
-            )  # fmt: skip
 
     def _select(
         self, ctx: ForwardContext, stream: StreamLike, embed_target: DevicePtr | None, mask: MaskWords | None

@@ -152,11 +152,7 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
 
         # 8. Attention, each sequence over its own rows.
         attn_output = buf.attn_output()
-        for i, meta in enumerate(metas):
-            q_i, kv_at = qg.offset(i * self.q_width * BF16_BYTES), i * kv_elements * BF16_BYTES
-            out_i = attn_output.offset(i * q_elements * BF16_BYTES)
-            self._attention(q_i, k.offset(kv_at), v.offset(kv_at), meta, out_i, stream)
-            self._apply_gate(q_i, out_i, stream)
+        self._attend(qg, k, v, metas, attn_output, stream)
 
         # 9. Output projection, residual, post-attention norm.
         self.project_rows(attn_output, self.o_proj, norm_output, n, h, q_elements, stream)
