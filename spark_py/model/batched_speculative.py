@@ -46,7 +46,7 @@ class _Waiting:
 @dataclass(slots=True)
 class _Running:
     """A sequence in work. drafts: of this step; log_probs: of theirs, where the proposer said them. noted: whether the
-    log has that it did not draft in some step."""
+    log has that it drafts no more."""
 
     request: _Waiting
     state: DecodeState
@@ -67,11 +67,14 @@ class _Running:
         assert self.state.pending is not None
         return self.state.pending
 
-    def note_undrafted(self, error: KvCacheExhausted) -> None:
-        """An error once, since a pool that is short is so for many steps."""
-        level = logging.DEBUG if self.noted else logging.ERROR
-        log.log(level, "sequence %d does not draft in this step: %s", self.index, error)
-        self.noted = True
+
+def _note_undrafted(sequences: Sequence[_Running], what: str, error: KvCacheExhausted) -> None:
+    """An error when a sequence's drafts end, and not again until it drafts: a pool that is short is so for many
+    steps."""
+    new = any(not sequence.noted for sequence in sequences)
+    log.log(logging.ERROR if new else logging.DEBUG, "%s in this step: %s", what, error)
+    for sequence in sequences:
+        sequence.noted = True
 
 
 class BatchedSpeculativeDecoder(SpeculativeDecoder):
@@ -242,7 +245,7 @@ class BatchedSpeculativeDecoder(SpeculativeDecoder):
             try:
                 self._complete(sequence.state)
             except KvCacheExhausted as error:
-                sequence.note_undrafted(error)
+                _note_undrafted([sequence], f"sequence {sequence.index} does not draft", error)
                 continue
             ready.append(sequence)
 
@@ -257,7 +260,9 @@ class BatchedSpeculativeDecoder(SpeculativeDecoder):
             try:
                 sequence.drafts = self._propose(sequence.token, sequence.state, num_drafts)
             except KvCacheExhausted as error:
-                sequence.note_undrafted(error)
+                _note_undrafted([sequence], f"sequence {sequence.index} does not draft", error)
+        for sequence in ready:
+            sequence.noted = sequence.noted and not sequence.drafts
         self._cut(running, num_drafts)
 
     def _batch_width(self) -> int:
@@ -282,9 +287,11 @@ class BatchedSpeculativeDecoder(SpeculativeDecoder):
                 [sequence.token for sequence in group], hidden, positions, num_drafts, drafters, self._ctx, self.stream,
                 confidences,
             )  # fmt: skip
-        except (KvCacheExhausted, CapacityError) as error:
-            level = logging.ERROR if isinstance(error, KvCacheExhausted) else logging.DEBUG
-            log.log(level, "%d sequences do not draft in this step: %s", len(group), error)
+        except KvCacheExhausted as error:
+            _note_undrafted(group, f"{len(group)} sequences do not draft", error)
+            return True
+        except CapacityError as error:
+            log.debug("%d sequences do not draft in this step: %s", len(group), error)
             return True
         if found is None:
             return False

@@ -268,6 +268,20 @@ def test_a_group_that_fails_drafts_again_in_the_next_step(
     assert [kind for kind, who in proposer.events[:8]] == ["propose"] * 2 + ["verdict"] * 2 + ["propose"] * 4
 
 
+def test_a_pool_that_stays_short_is_an_error_once(
+    target: DecoderTarget, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And once more where it is short again after the group has drafted."""
+    prompts, wanted, proposer = crowd(target, rng, 3)
+    proposer.width = 3
+    proposer.fault = lambda call: KvCacheExhausted(1, 0) if call in (1, 2, 3, 5, 6) else None
+    with caplog.at_level("DEBUG", "spark_py.model"):
+        found = BatchedSpeculativeDecoder(target, proposer, 2, levers=LEVERS).generate_all(prompts, NEW)
+    check(found, wanted, proposer)
+    levels = [record.levelname for record in caplog.records if "3 sequences do not draft" in record.message]
+    assert levels == ["ERROR", "DEBUG", "DEBUG", "ERROR", "DEBUG"]
+
+
 def test_other_errors_are_errors(target: DecoderTarget, rng: np.random.Generator) -> None:
     prompts, _, proposer = crowd(target, rng, 3)
     proposer.fault = lambda call: RuntimeError("broken") if call == 2 else None
