@@ -280,12 +280,21 @@ class CompileError(KernelSetError):
 
 
 class HeaderNotFoundError(CompileError):
-    """A header was not found. `header` and the `folders` that were searched."""
+    """A header was not found. `header`, the `folders` that were searched, and the optional `package` that would bring
+    it, where that is not installed."""
 
     def __init__(
-        self, path: Path | str, arch: str, log: str, line: int, header: str, folders: Sequence[str], versions: str
+        self,
+        path: Path | str,
+        arch: str,
+        log: str,
+        line: int,
+        header: str,
+        folders: Sequence[str],
+        versions: str,
+        package: str = "",
     ) -> None:
-        self.header, self.folders = header, tuple(folders)
+        self.header, self.folders, self.package = header, tuple(folders), package
         super().__init__(
             path, arch, log, line, f"header '{header}' not found in {', '.join(folders) or 'no folder'} ({versions})"
         )

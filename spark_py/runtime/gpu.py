@@ -405,7 +405,8 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def try_kernel(self, module: str, func_name: str) -> KernelHandle:
-        """As `kernel`, but a missing module or function gives handle 0. A source that does not compile raises."""
+        """As `kernel`, but a missing module or function gives handle 0. A source that does not compile raises; where it
+        needs the headers of an optional package that is not installed, it counts as missing, and a warning says so."""
 
     @abstractmethod
     def has_module(self, module: str) -> bool:

@@ -245,14 +245,15 @@ def _compile_error(job: _Job, log: str) -> CompileError:
     line = int(first["line"]) if first else 0
     versions = job.kit.versions()
     if missing:
-        header = missing.group(1)
+        header, package = missing.group(1), ""
         if header.startswith("crt/") and job.kit.nvrtc[0] == 12:
             versions += "; crt/ comes with nvidia-cuda-nvcc-cu12"
         elif job.kit.cutlass is None and header.startswith(_CUTLASS):
-            versions += f"; run: {install_line('cutlass')}"
+            package = "nvidia-cutlass"
+            versions += f"; it is in {package}, which is not installed; run: {install_line('cutlass')}"
         elif job.kit.headers is None:
             versions += f"; run: {job.kit.extra}"
-        return HeaderNotFoundError(path, str(job.arch), log, line, header, job.folders, versions)
+        return HeaderNotFoundError(path, str(job.arch), log, line, header, job.folders, versions, package)
     assembler = _ASSEMBLER.search(log)
     summary = first["text"] if first else assembler.group(1) if assembler else log.partition("\n")[0]
     if job.kit.headers not in (None, job.kit.nvrtc):

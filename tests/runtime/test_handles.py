@@ -15,6 +15,7 @@ from spark_py.runtime.errors import (
     BackendClosedError,
     ForeignHandleError,
     FunctionNotFoundError,
+    HeaderNotFoundError,
     InvalidArgumentError,
     ModuleNotFoundInSetError,
     NullHandleError,
@@ -166,6 +167,35 @@ def test_missing(gpu: GpuBackend) -> None:
         assert handle.is_null
         assert not handle
         assert handle.name == "::".join(key)
+
+
+@pytest.mark.parametrize("package", ["nvidia-cutlass", ""])
+def test_a_header_that_nobody_installed(
+    gpu: GpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, package: str
+) -> None:
+    """An optional kernel whose headers are an optional package's counts as missing, with one warning; a required one,
+    and one that lacks any other header, is an error."""
+
+    def load(module: str, function: str) -> None:
+        raise HeaderNotFoundError(
+            "gemm.cu", "sm_90a", "the log", 3, "cute/tensor.hpp", (), "how to install it", package
+        )
+
+    with second_backend(gpu) as other:
+        monkeypatch.setattr(other._device, "load", load)  # type: ignore[attr-defined]
+        with refused(HeaderNotFoundError, "cute/tensor.hpp", "how to install it"):
+            other.kernel("gemm", "dense_gemm_bf16_pipelined")
+        if not package:
+            with refused(HeaderNotFoundError, "cute/tensor.hpp"):
+                other.try_kernel("gemm", "dense_gemm_bf16_pipelined")
+            return
+        for function in ("dense_gemm_bf16_pipelined", "dense_gemm_bf16"):
+            assert other.try_kernel("gemm", function).is_null
+    warnings = [record.message for record in caplog.records if "optional kernels" in record.message]
+    assert len(warnings) == 1
+    assert "optional kernels of gemm are left out: gemm.cu:3:" in warnings[0]
+    assert "how to install it" in warnings[0]
+    assert "the log" not in warnings[0]
 
 
 def test_audit(gpu: GpuBackend) -> None:

@@ -260,8 +260,13 @@ def test_no_headers_still_compile_what_includes_none(tmp_path: Path, monkeypatch
 def test_cute_without_cutlass_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = dataclasses.replace(modules.toolkit(), cutlass=None)
     monkeypatch.setattr(modules, "toolkit", lambda: bare)
-    with pytest.raises(HeaderNotFoundError, match=r"cute/tensor\.hpp.*pip install .*\[cutlass\]"):
+    words = r"cute/tensor\.hpp.*nvidia-cutlass.*pip install .*\[cutlass\]"
+    with pytest.raises(HeaderNotFoundError, match=words) as error:
         compile_module(made(tmp_path, "#include <cute/tensor.hpp>\n" + GOOD), "sm_90a", None)
+    assert error.value.package == "nvidia-cutlass"
+    with pytest.raises(HeaderNotFoundError, match=r"other/tensor\.hpp") as error:
+        compile_module(made(tmp_path, "#include <other/tensor.hpp>\n" + GOOD), "sm_90a", None)
+    assert error.value.package == ""
 
 
 def test_every_error_of_this_layer_has_one_base() -> None:

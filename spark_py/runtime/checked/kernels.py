@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from ... import catalog
 from ..audit import KernelAudit
 from ..callsite import call_site
@@ -10,6 +12,7 @@ from ..device import LoadedKernel, RawDevice
 from ..errors import (
     ForeignHandleError,
     FunctionNotFoundError,
+    HeaderNotFoundError,
     IllegalDuringCaptureError,
     InvalidArgumentError,
     ModuleNotFoundInSetError,
@@ -21,6 +24,8 @@ from ..gpu import FunctionAttributes, KernelAuditRow, KernelHandle
 from ..signature import Kind, Signature
 from .core import guarded
 from .streams import StreamOps
+
+log = logging.getLogger("spark_py.runtime")
 
 
 def _alignments(kernel: LoadedKernel) -> tuple[int, ...]:
@@ -40,6 +45,7 @@ class KernelOps(StreamOps):
     def __init__(self, device: RawDevice, audit: KernelAudit, on_leak: str, debug_sync_kernels: bool) -> None:
         super().__init__(device, audit, on_leak, debug_sync_kernels)
         self._by_name: dict[tuple[str, str], KernelHandle] = {}
+        self._lacking: set[str] = set()
 
     # ------------------------------------------------------------ lookup
 
@@ -53,7 +59,14 @@ class KernelOps(StreamOps):
         try:
             return self._lookup(module, func_name)
         except (ModuleNotFoundInSetError, FunctionNotFoundError):
-            return KernelHandle(0, 0, f"{module}::{func_name}")
+            pass
+        except HeaderNotFoundError as error:
+            if not error.package:
+                raise
+            if module not in self._lacking:
+                self._lacking.add(module)
+                log.warning("optional kernels of %s are left out: %s", module, str(error).partition("\n")[0])
+        return KernelHandle(0, 0, f"{module}::{func_name}")
 
     def _lookup(self, module: str, func_name: str) -> KernelHandle:
         key = (module, func_name)
