@@ -76,7 +76,8 @@ def body_arrays(rng: np.random.Generator, kind: Kind) -> dict[str, Array]:
     if body.shared_expert is SharedExpert.NONE:
         arrays = {name: array for name, array in arrays.items() if not name.startswith("shared_expert.")}
     if c.use_routing_bias:
-        arrays["correction_bias"] = rng.standard_normal(c.num_experts).astype(np.float32)
+        # As wide as the scores, so that neither decides alone.
+        arrays["correction_bias"] = (0.3 * rng.standard_normal(c.num_experts)).astype(np.float32)
     if kind.own_tables:
         arrays |= {f"own.{name}": random_weights(rng, c)[name] for name in TABLES}
     return arrays
