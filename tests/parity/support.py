@@ -33,6 +33,7 @@ from spark_py.model.layer import ForwardContext
 from spark_py.model.layers.mtp_head import MtpHead
 from spark_py.model.levers import ModelLevers
 from spark_py.model.row_policy import RowPolicy
+from spark_py.model.target import Target
 from spark_py.runtime.gpu import DevicePtr
 from tools.goldens import cases, checkpoint
 
@@ -51,7 +52,7 @@ ALL_ROWS = 1.2
 
 @dataclass(frozen=True)
 class Part:
-    """One prefix ("target" or "head") of a fixture."""
+    """One prefix ("target", or one of drafts: "head", "reference", "collapsed") of a fixture."""
 
     arrays: dict[str, Array]
     prefix: str
@@ -69,7 +70,7 @@ class Part:
         if f"{self.prefix}_routing_gap" not in self.arrays:
             return np.ones(len(self.top_ids), bool)
         clear = np.all(self.routing_gap > SIGMAS * self.routing_spread, axis=1)
-        if self.prefix == "head":
+        if self.prefix != "target":
             clear = np.logical_and.accumulate(clear.reshape(-1, cases.DRAFTS), axis=1).reshape(-1)
         found: Array = clear
         return found
@@ -107,9 +108,9 @@ class Rows:
     hidden: Array | None = None
 
 
-def run_target(model: Checkpoint, part: Part) -> Rows:
+def run_target(target: Target, part: Part) -> Rows:
     """Every sequence of a fixture through the target, all logits and picks."""
-    target, stream = model.target, model.target.gpu.default_stream()
+    stream = target.gpu.default_stream()
     logits: list[Array] = []
     picks: list[int] = []
     for tokens in np.split(part.tokens, np.cumsum(part.lengths)[:-1]):

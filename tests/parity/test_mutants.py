@@ -197,7 +197,7 @@ def compare(gpu: GpuBackend, folder: Path, which: str, patch: pytest.MonkeyPatch
     arrays = first_sequence(load("random"))
     target, part = Part(arrays, "target"), Part(arrays, which)
     with open_checkpoint(folder, gpu, MAX_SEQ_LEN) as model:
-        rows = run_target(model, target) if which == "target" else run_head(model, target, part, patch)
+        rows = run_target(model.target, target) if which == "target" else run_head(model, target, part, patch)
     check(part, rows, 0.0)
 
 

@@ -76,7 +76,7 @@ def compare(gpu: GpuBackend, folder: Path, fault: str | None, which: str, patch:
     arrays = first_sequence(load("random_moe"))
     target, part = Part(arrays, "target"), Part(arrays, which)
     with open_checkpoint(folder, gpu, MAX_SEQ_LEN, "qwen3_next_moe") as model:
-        rows = run_target(model, target) if which == "target" else run_head(model, target, part, patch)
+        rows = run_target(model.target, target) if which == "target" else run_head(model, target, part, patch)
     check(part, rows, 0.0)
 
 

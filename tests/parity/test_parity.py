@@ -47,7 +47,7 @@ def decided(part: Part) -> Array:
 @pytest.mark.no_sanitizer("1,700 rows through four layers")
 def test_target(name: str, model: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
     part = Part(load(name), "target")
-    line = check(part, run_target(model, part), SHARE[name], decided(part))
+    line = check(part, run_target(model.target, part), SHARE[name], decided(part))
     with capsys.disabled():
         print(f"\n{name} {line}")
 
