@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from spark_py.model.target import DeepseekV4Target, TargetState
-from spark_py.model.weight_loader.deepseek_v4 import v4_shapes
 from spark_py.model.weight_map import DenseWeight
 from spark_py.runtime.errors import (
     CapacityError,
@@ -318,7 +317,7 @@ def test_padding_rows_are_never_picked(gpu: GpuBackend, tiny: Tiny, rng: np.rand
         loud = np.concatenate([tiny.weights["head.weight"], (rng.standard_normal((20, 64)) * 100).astype(BF16)])
         weights = replace(target.weights, head=DenseWeight(upload(gpu, loud), loud.shape))
         config = replace(target.config, vocab_size=320)
-        with DeepseekV4Target(weights, v4_shapes(target.config), config, gpu, target.buffers) as padded:
+        with DeepseekV4Target(weights, config, gpu, target.buffers) as padded:
             assert padded.vocab_size == 300
             trail = Trail(padded)
             trail.verify(range(10))

@@ -17,7 +17,7 @@ import numpy as np
 
 from spark_py.model.layers.deepseek_v4 import V4HyperShape
 from spark_py.model.target import DeepseekV4Target
-from spark_py.model.weight_loader.deepseek_v4 import load_v4_target_weights, v4_shapes
+from spark_py.model.weight_loader import load_v4_target_weights
 from spark_py.runtime.buffers import BufferArena
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.weights import WeightStore
@@ -182,7 +182,7 @@ def open_v4_target(
         BufferArena(config, max_batch_tokens, max_seq_len, 16, max_seqs, gpu) as buffers,
     ):
         weights = load_v4_target_weights(store, config, gpu)
-        with DeepseekV4Target(weights, v4_shapes(config), config, gpu, buffers, max_seqs, num_blocks) as target:
+        with DeepseekV4Target(weights, config, gpu, buffers, max_seqs, num_blocks) as target:
             yield target
 
 

@@ -48,7 +48,6 @@ class DeepseekV4Target(PagedTarget):
     def __init__(
         self,
         weights: V4TargetWeights,
-        shapes: V4Shapes,
         config: ModelConfig,
         gpu: GpuBackend,
         buffers: BufferArena,
@@ -56,7 +55,7 @@ class DeepseekV4Target(PagedTarget):
         num_blocks: int | None = None,
     ) -> None:
         check_v4_offered(config)
-        h = config.hidden_size
+        shapes, h = V4Shapes.of(config), config.hidden_size
         tables = (("embed", weights.embed), ("head", weights.head))
         vocab = min(config.vocab_size, *(table.rows_of(name, config.vocab_size, h) for name, table in tables))
         norm_k = ("rms_norm_vanilla", "rms_norm_vanilla")
