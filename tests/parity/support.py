@@ -20,6 +20,7 @@ the head's rows those that are, and later drafts of their chains, are left out o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,29 @@ def run_target(target: Target, part: Part) -> Rows:
     return Rows(np.concatenate(logits), np.array(picks))
 
 
+def teach(head: Any, ctx: ForwardContext, part: Part, patch: pytest.MonkeyPatch) -> Callable[[], Rows]:
+    """From now on `forward_one` gives the fixture's drafts, one after the other; the result gives what the head itself
+    made of each."""
+    logits: list[Array] = []
+    picks: list[int] = []
+    hiddens: list[Array] = []
+    ids, forward_one, stream = iter(part.ids.tolist()), head.forward_one, ctx.gpu.default_stream()
+
+    def taught(*args: Any, **kwargs: Any) -> int:
+        picks.append(forward_one(*args, **kwargs))
+        for into, source, count in (
+            (logits, ctx.buffers.logits(), head.draft_vocab),
+            (hiddens, ctx.buffers.hidden_states(), ctx.config.hidden_size),
+        ):
+            row = np.empty(count, BF16)
+            ctx.gpu.copy_d2h_on_stream(source, row.view(np.uint8), stream)
+            into.append(row.astype(np.float64))
+        return int(next(ids))
+
+    patch.setattr(head, "forward_one", taught)
+    return lambda: Rows(np.array(logits), np.array(picks), np.array(hiddens))
+
+
 def run_head(model: Checkpoint, target: Part, part: Part, patch: pytest.MonkeyPatch) -> Rows:
     """Chains of drafts by `propose` at every base position, each draft replaced by the fixture's before the next.
 
@@ -135,22 +159,7 @@ def run_head(model: Checkpoint, target: Part, part: Part, patch: pytest.MonkeyPa
     head = model.proposer(levers)
     assert isinstance(head, MtpHead)
     ctx = ForwardContext(model.target.buffers, gpu, config, levers)
-    found: tuple[list[Array], list[int], list[Array]] = ([], [], [])
-    ids = iter(part.ids.tolist())
-    forward_one = head.forward_one
-
-    def taught(*args: Any, **kwargs: Any) -> int:
-        found[1].append(forward_one(*args, **kwargs))
-        for into, source, count in (
-            (found[0], ctx.buffers.logits(), head.draft_vocab),
-            (found[2], ctx.buffers.hidden_states(), config.hidden_size),
-        ):
-            row = np.empty(count, BF16)
-            gpu.copy_d2h_on_stream(source, row.view(np.uint8), stream)
-            into.append(row.astype(np.float64))
-        return int(next(ids))
-
-    patch.setattr(head, "forward_one", taught)
+    rows_found = teach(head, ctx, part, patch)
     hidden_in = part.hidden_in
     for tokens, first in zip(np.split(target.tokens, np.cumsum(target.lengths)[:-1]), part.first, strict=False):
         rows, hidden_in = hidden_in[: len(tokens)], hidden_in[len(tokens) :]
@@ -164,7 +173,7 @@ def run_head(model: Checkpoint, target: Part, part: Part, patch: pytest.MonkeyPa
             head.after_verify(0, state, stream)
         head.free_state(gpu, state)
         gpu.free(hidden)
-    return Rows(np.array(found[0]), np.array(found[1]), np.array(found[2]))
+    return rows_found()
 
 
 def check(part: Part, rows: Rows, share: float, where: Array | None = None) -> str:
