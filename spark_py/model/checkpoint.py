@@ -16,7 +16,8 @@ from ..runtime.errors import InvalidArgumentError, UnsupportedError
 from ..runtime.gpu import GpuBackend
 from ..runtime.weights import WeightStore
 from .config import MODEL_TYPES, ModelConfig
-from .mtp_factory import MtpFactory
+from .mtp_factory import HeadFactory, MtpFactory
+from .mtp_modules_factory import MtpModulesFactory
 from .proposer_factory import ProposerFactory
 from .row_policy import RowPolicy
 from .target import BLOCK_SIZE, DecoderTarget, Target, load_target_weights
@@ -40,13 +41,24 @@ class Checkpoint:
 
 def _qwen3_next(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack, max_seqs: int) -> Checkpoint:
     """Gated full attention with dense FFNs or with experts, as the configuration says, and an MTP head."""
+    return _decoder(MtpFactory, folder, gpu, max_seq_len, stack, max_seqs)
+
+
+def _minimax_m2(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack, max_seqs: int) -> Checkpoint:
+    """Ungated full attention with experts, and MTP modules behind the last layer."""
+    return _decoder(MtpModulesFactory, folder, gpu, max_seq_len, stack, max_seqs)
+
+
+def _decoder(
+    factory: type[HeadFactory], folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack, max_seqs: int
+) -> Checkpoint:
     config = _config(folder)
     store = stack.enter_context(WeightStore.open(folder))
     weights = load_target_weights(store, config, gpu)
     buffers = stack.enter_context(BufferArena(config, BATCH_TOKENS, max_seq_len, BLOCK_SIZE, max_seqs, gpu))
     target = stack.enter_context(DecoderTarget(weights, config, gpu, buffers, max_seqs))
     blocks = target.kv_cache.num_blocks()
-    return Checkpoint(config, target, MtpFactory(folder, store, config, gpu, weights, max_seq_len, blocks, stack))
+    return Checkpoint(config, target, factory(folder, store, config, gpu, weights, max_seq_len, blocks, stack))
 
 
 def _config(folder: Path) -> ModelConfig:
@@ -82,6 +94,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "qwen3_next": _QWEN,
         "qwen3_next_moe": _QWEN,
+        "minimax_m2": Family(_minimax_m2, frozenset({"minimax_m2"}), quantizes=True),
     }
 )
 """By the name that the command line has for it. Families have a demo checkpoint each."""

@@ -414,6 +414,13 @@ def test_an_expert_of_another_shape_is_named(
     refused(gpu, tiny, InvalidArgumentError, name)
 
 
+def test_gates_that_the_configuration_lacks_are_noticed(gpu: GpuBackend, tiny: Tiny) -> None:
+    tiny.raw["attn_output_gate"] = False
+    tiny.save()
+    with WeightStore.open(tiny.folder) as store, pytest.raises(InvalidArgumentError, match=r"layers\.0\..*q_proj"):
+        load_target_weights(store, tiny.config, gpu)
+
+
 def test_experts_of_sizes_that_no_kernel_takes_are_refused(
     gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -430,7 +437,6 @@ def test_other_dtypes_and_layers_are_refused(gpu: GpuBackend, tiny: Tiny) -> Non
     save_file(tiny.weights, tiny.folder / "model.safetensors")
     refused(gpu, tiny, UnsupportedError, r"model\.norm\.weight.*F16")
     for field, value, words in (
-        ("attn_output_gate", False, "attn_output_gate"),
         ("hidden_size", 60, "hidden_size is 60"),
         ("head_dim", 24, "head_dim is 24"),
     ):
