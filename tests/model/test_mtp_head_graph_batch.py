@@ -128,6 +128,19 @@ def test_every_form_drafts_as_without_graphs(
     assert pair.steps.head.propose_inputs is None
 
 
+@pytest.mark.parametrize("form", [BF16_DENSE, CAPTURED[-1]], ids=str)
+def test_attention_of_all_sequences_in_one_launch(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, form: Form
+) -> None:
+    """Heads of 64 elements: lengths and tables are read by their strides, which a graph bakes in."""
+    pair = twins(gpu, rng, monkeypatch, form, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    assert pair.graph.head.split_attention is not None
+    walk(pair, rng, 14)
+    with gpu.trace() as trace:
+        pair.propose(rng, [0, 1, 2], 2, False)
+    assert "launch_graph" in kinds_of(trace)
+
+
 def grow(gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> Twins:
     """Two sequences of up to 5 blocks, with graphs for 1, 2, 4 and 8."""
     monkeypatch.setattr(propose_graph_batch, "LEAST_WIDTH", 1)

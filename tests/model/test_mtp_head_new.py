@@ -12,6 +12,7 @@ import pytest
 
 from spark_py.model.layers.mtp_head import MtpHead, MtpQuantization
 from spark_py.model.layers.mtp_head.new import mtp_num_blocks
+from spark_py.model.layers.mtp_head.types import MtpPrefillScratch
 from spark_py.model.levers import ModelLevers
 from spark_py.model.weight_map import DenseWeight, Fp8DenseWeight, Fp8Weight, QuantizedWeight
 from spark_py.runtime.errors import InvalidArgumentError, KernelSetError, ModuleNotFoundInSetError, UnsupportedError
@@ -308,6 +309,13 @@ def test_slabs_of_attention_metadata(
         assert not [label for label in asked if label.startswith("mtp_head.prefill")]
     with construct(gpu, rng, levers=ModelLevers(propose_meta_stride=4096)) as head:
         assert asked["mtp_head.propose_meta"] == 32 * 4096
+
+
+@pytest.mark.parametrize(
+    ("h", "nq", "nkv", "total"), [(5120, 24, 4, 45_094_912), (2048, 16, 2, 19_929_088)], ids=["27B", "80B"]
+)
+def test_bytes_of_the_prefill_scratch(h: int, nq: int, nkv: int, total: int) -> None:
+    assert sum(MtpPrefillScratch.sizes(512, h, nq, nkv, 256).values()) == total
 
 
 @pytest.mark.parametrize(
