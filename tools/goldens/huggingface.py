@@ -6,8 +6,7 @@ Inside, that code takes norms, softmax and rotation angles in FP32, which is 1e-
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,23 +26,26 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from .cases import DRAFTS, Case
+from .spreads import (
+    AT_ONCE,
+    COPIES,
+    SIGMAS,
+    Wrong,
+    experts_forward,
+    joined,
+    routing_of,
+    spread_of,
+    summary_of,
+    wrong_by,
+)
 
 __all__ = ["Head", "arrays_of", "load_target"]
 
 Array = np.ndarray[Any, Any]
 
-STORE = 2.0**-8 * math.sqrt(3 / (8 * math.log(2)) / 3)
-"""RMS relative error of a BF16 store, 1.7e-3: uniform within half an ulp (2**-8 of the power of two below the value),
-and the value spread evenly in its logarithm, so that 1 / value**2 is 3 / (8 ln 2) of that power's on average."""
-COPIES, AT_ONCE = 48, 8
-"""Disturbed runs, and how many in a batch. The standard deviation over 48 is known to a tenth."""
 MARGIN = 0.3
 """Least distance of the last expert's router logit that is taken to the first that is not, in tokens that are chosen:
 far above what BF16 stores do to it, which arrays_of makes sure of."""
-SIGMAS = 6.0
-"""A row's routing is clear where that distance is so many of its standard deviations."""
-TOP = 4
-"""Best logits that are kept of every row."""
 
 
 def load_target(folder: Path) -> Qwen3NextForCausalLM:
@@ -170,9 +172,7 @@ def disturbed(layers: nn.ModuleList, others: list[nn.Module], generator: torch.G
     experts also the router's logits, what is counted of an FFN for each, and their weighted sum, once.
     """
 
-    def wrong(x: Tensor, stores: int) -> Tensor:
-        unit = torch.rand(x.shape, generator=generator, dtype=x.dtype) * 2 - 1
-        return x * (1 + STORE * math.sqrt(3 * stores) * unit)
+    wrong = wrong_by(generator)
 
     def after(module: nn.Module, stores: int = 1) -> Any:
         return module.register_forward_hook(lambda _module, _args, out: wrong(out, stores))
@@ -190,7 +190,7 @@ def disturbed(layers: nn.ModuleList, others: list[nn.Module], generator: torch.G
         ]  # fmt: skip
         if isinstance(mlp, Qwen3NextSparseMoeBlock):
             mlp.gate.forward = partial(_router, mlp.gate, wrong)
-            mlp.experts.forward = partial(_experts, mlp.experts, wrong)
+            mlp.experts.forward = partial(experts_forward, mlp.experts, wrong)
             patched += [mlp.gate, mlp.experts]
             once.append(mlp)
             mlp = mlp.shared_expert
@@ -207,51 +207,12 @@ def disturbed(layers: nn.ModuleList, others: list[nn.Module], generator: torch.G
             del module.forward
 
 
-Wrong = Callable[[Tensor, int], Tensor]
-
-
 def _router(router: Qwen3NextTopKRouter, wrong: Wrong, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The router's forward, its logits stored."""
     logits = wrong(nn.functional.linear(x, router.weight), 1)
     best = logits.softmax(-1).topk(router.top_k, dim=-1)
     weights = best.values / best.values.sum(-1, keepdim=True) if router.norm_topk_prob else best.values
     return logits, weights, best.indices
-
-
-def _experts(experts: nn.Module, wrong: Wrong, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The experts' forward; stored are both projections, their product and each expert's output."""
-    total = torch.zeros_like(x)
-    for expert, (joint, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
-        rows, slots = torch.where(chosen == expert)
-        gate, up = wrong(nn.functional.linear(x[rows], joint), 1).chunk(2, dim=-1)
-        out = wrong(nn.functional.linear(wrong(nn.functional.silu(gate) * up, 1), down), 1)
-        total.index_add_(0, rows, out * weights[rows, slots, None])
-    return total
-
-
-def _spread(run: Callable[[], tuple[Tensor, ...]], exact: tuple[Tensor, ...], batches: int) -> tuple[Tensor, ...]:
-    """Standard deviation of each output of `run`, which gives AT_ONCE copies, around the exact one."""
-    total = [torch.zeros_like(x) for x in exact]
-    for _ in range(batches):
-        for part, found, true in zip(total, run(), exact, strict=True):
-            part += ((found - true) ** 2).sum(0)
-    return tuple((part / COPIES).sqrt() for part in total)
-
-
-def _summary(prefix: str, logits: Tensor, spread: Tensor, step: int) -> dict[str, Array]:
-    """Arrays of rows [rows, V]: the best ids with logits and spread, the row's spread, and all logits of some."""
-    top = logits.topk(TOP, dim=-1)
-    full = torch.arange(0, len(logits), step)
-    parts = {
-        "top_ids": top.indices.to(torch.int32),
-        "top_logits": top.values.float(),
-        "top_spread": spread.gather(-1, top.indices).float(),
-        "spread_rms": spread.square().mean(-1).sqrt().float(),
-        "spread_max": spread.amax(-1).float(),
-        "full_rows": full.to(torch.int32),
-        "logits": logits[full].float(),
-    }
-    return {f"{prefix}_{name}": value.numpy() for name, value in parts.items()}
 
 
 def _clear(target: Qwen3NextForCausalLM, routers: Routers, tokens: list[int], count: int) -> list[int]:
@@ -296,17 +257,17 @@ def arrays_of(folder: Path, case: Case, spreads: bool = True) -> dict[str, Array
 
         exact = logits[0], routers.gaps(routed, routed)[0]
         with disturbed(target.model.layers, [target.model.norm], generator):
-            parts.append((exact, _spread(run_target, exact, batches)))
+            parts.append((exact, spread_of(run_target, exact, batches)))
         streams.clear()
-    (logits, gaps), (spread, gap_spread) = _joined(parts)
+    (logits, gaps), (spread, gap_spread) = joined(parts)
     if not bool((gaps > SIGMAS * gap_spread).all()):
         raise RuntimeError("a router's choice is not clear in spite of the margin")
     found = {
         "target_tokens": np.concatenate(sequences).astype(np.int32),
         "target_lengths": np.array([len(tokens) for tokens in sequences], np.int32),
         "target_decided": np.array(case.decided, np.int32),
-        **_summary("target", logits, spread, case.target_step),
-        **_routing("target", gaps, gap_spread),
+        **summary_of("target", logits, spread, case.target_step),
+        **routing_of("target", gaps, gap_spread),
     }
 
     parts, ids = [], []
@@ -327,11 +288,11 @@ def arrays_of(folder: Path, case: Case, spreads: bool = True) -> dict[str, Array
 
         exact = logits[0], out[0], head.routers.gaps(routed, routed)[0]
         with disturbed(head.layers, others, generator):
-            wide = _spread(run_head, exact, batches)
+            wide = spread_of(run_head, exact, batches)
         parts.append((tuple(x.flatten(0, 1) for x in exact), tuple(x.flatten(0, 1) for x in wide)))
         ids.append(picked)
-    (logits, out, gaps), (spread, out_spread, gap_spread) = _joined(parts)
-    rows, used = _summary("head", logits, spread, case.head_step), case.head_sequences
+    (logits, out, gaps), (spread, out_spread, gap_spread) = joined(parts)
+    rows, used = summary_of("head", logits, spread, case.head_step), case.head_sequences
     return found | {
         "head_first": np.array(case.head_first, np.int32),
         "head_hidden_in": torch.cat(inputs[:used]).view(torch.int16).numpy().view(np.uint16),
@@ -339,17 +300,5 @@ def arrays_of(folder: Path, case: Case, spreads: bool = True) -> dict[str, Array
         "head_hidden": out[torch.from_numpy(rows["head_full_rows"]).long()].float().numpy(),
         "head_hidden_spread_rms": out_spread.square().mean(-1).sqrt().float().numpy(),
         **rows,
-        **_routing("head", gaps, gap_spread),
+        **routing_of("head", gaps, gap_spread),
     }
-
-
-def _joined(parts: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]) -> Iterator[tuple[Tensor, ...]]:
-    """(exact values, their spreads) of all sequences, from those of each."""
-    return (tuple(map(torch.cat, zip(*side, strict=True))) for side in zip(*parts, strict=True))
-
-
-def _routing(prefix: str, gaps: Tensor, spread: Tensor) -> dict[str, Array]:
-    """Arrays [rows, routers] of how clear each choice of experts is; none where there are no routers."""
-    if not gaps.shape[-1]:
-        return {}
-    return {f"{prefix}_routing_gap": gaps.float().numpy(), f"{prefix}_routing_spread": spread.float().numpy()}
