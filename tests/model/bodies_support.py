@@ -76,8 +76,9 @@ def body_arrays(rng: np.random.Generator, kind: Kind) -> dict[str, Array]:
     if body.shared_expert is SharedExpert.NONE:
         arrays = {name: array for name, array in arrays.items() if not name.startswith("shared_expert.")}
     if c.use_routing_bias:
-        # As wide as the scores, so that neither decides alone.
-        arrays["correction_bias"] = (0.3 * rng.standard_normal(c.num_experts)).astype(np.float32)
+        # As wide as the scores where groups are to count, so that the bias does not decide alone; else wider.
+        width = 1.0 if c.n_group == 1 else 0.3
+        arrays["correction_bias"] = (width * rng.standard_normal(c.num_experts)).astype(np.float32)
     if kind.own_tables:
         arrays |= {f"own.{name}": random_weights(rng, c)[name] for name in TABLES}
     return arrays

@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(HEAD, "self._deferred = i\n", "self._deferred = len(self.modules) - 1\n", ("deferred",)),
     Mutant(HEAD, "draft_embed_target if i == k - 1 else None", "draft_embed_target", ("deferred",)),
     Mutant(HEAD, "        own.last_num_drafted = 0\n        log", "        log", ("verdict",)),
-    Mutant(HEAD, "if accepted > k:", "if False:", ("verdict",)),
+    Mutant(HEAD, "check_verdict(num_accepted, k)", "num_accepted", ("verdict",)),
     Mutant(HEAD, "        del masks[len(self.modules) :]\n", "        masks = [masks[0]] * wanted\n", ("masks",)),
     Mutant(HEAD, "                per.last_pair_key = per.base_pair_key", "                pass", ("rows[seed]",)),
     Mutant(HEAD, "            module.free_state(gpu, per)", "            per.seq_len = 0", ("thousand",)),

@@ -16,9 +16,10 @@ from weakref import WeakSet
 
 from ...runtime.errors import CapacityError, InvalidArgumentError, ProposerStateError
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
-from ...runtime.sizes import count, integer
+from ...runtime.sizes import count
 from ..layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
 from ..row_policy import RowPolicy
+from .mtp_checks import check_address, check_position, check_token, check_verdict, require_verdict
 from .mtp_head import MtpHead
 from .mtp_head.grammar import MaskWords, masks_per_draft
 from .mtp_multi_rows import CompleteRows, last_position
@@ -184,19 +185,18 @@ class MultiModuleMtpHead(DraftProposer):
         wanted = count("num_drafts", num_drafts, 0)
         if wanted == 0:
             return []
-        token, start = self._token("last_token", last_token), count("position", position)
+        token, start = check_token("last_token", last_token, self.embed_rows), count("position", position)
         masks = masks_per_draft(grammar_bitmask, wanted, self.draft_vocab)
         if len(masks) < wanted and not self._warned_masks:
             self._warned_masks = True
             log.warning("one grammar mask covers one position: 1 draft instead of %d", wanted)
         del masks[len(self.modules) :]
         k = len(masks)
-        if (last := start + k) >= self.max_seq_len:
-            raise CapacityError("position of the last draft", last, self.max_seq_len - 1, "the last of a sequence")
-        _address("target_hidden", target_hidden)
+        check_position(start, k, self.max_seq_len)
+        check_address("target_hidden", target_hidden)
         if draft_embed_target is not None:
-            _address("draft_embed_target", draft_embed_target)
-        self._require_verdict(own, "propose")
+            check_address("draft_embed_target", draft_embed_target)
+        require_verdict(own.last_num_drafted, "propose")
         self._check_buffers(ctx)
         ahead = max(last_position(per) for per in own.per_module)
         if self._rows is not None and start <= ahead:
@@ -281,12 +281,9 @@ class MultiModuleMtpHead(DraftProposer):
     def after_verify(self, num_accepted: int, state: ProposerState, stream: StreamLike) -> None:
         """Keep the rows that the policy says; blocks stay for the next rows. ProposerStateError without a propose whose
         verdict is outstanding, InvalidArgumentError for more accepted than drafted."""
-        own, accepted = self._own(state), count("num_accepted", num_accepted, 0)
+        own = self._own(state)
         k = own.last_num_drafted
-        if k == 0:
-            raise ProposerStateError("after_verify without drafts to verify: propose comes first, and each counts once")
-        if accepted > k:
-            raise InvalidArgumentError("num_accepted", accepted, f"at most the {k} drafts of the last propose")
+        accepted = check_verdict(num_accepted, k)
         confirmed = own.last_start + accepted
         for i, per in enumerate(own.per_module):
             written = per.last_num_drafted
@@ -339,9 +336,9 @@ class MultiModuleMtpHead(DraftProposer):
         a module has already is not written again. 0 where `supports_drafter_prefill` is False. The errors are those of
         `MtpHead.catchup_drafter`."""
         own = self._own(state)
-        ids = [self._token(f"tokens[{i}]", token) for i, token in enumerate(tokens)]
+        ids = [check_token(f"tokens[{i}]", token, self.embed_rows) for i, token in enumerate(tokens)]
         base, first = count("row_base", row_base, 0), count("pos_base", pos_base)
-        self._require_verdict(own, "feeding rows")
+        require_verdict(own.last_num_drafted, "feeding rows")
         if self._rows is None:
             return 0
         if base != (held := own.per_module[0].seq_len):
@@ -353,7 +350,7 @@ class MultiModuleMtpHead(DraftProposer):
             raise CapacityError("position of the last row", last, self.max_seq_len - 1, "the last of a sequence")
         if last < first:
             return 0
-        _address("hiddens", hiddens)
+        check_address("hiddens", hiddens)
         self._check_buffers(ctx)
         before = own.snapshot()
         try:
@@ -373,20 +370,3 @@ class MultiModuleMtpHead(DraftProposer):
     def _check_buffers(self, ctx: ForwardContext) -> None:
         for module in self.modules:
             module.check_buffers(ctx.buffers)
-
-    def _token(self, name: str, token: object) -> int:
-        number = integer(name, token)
-        if not 0 <= number < self.embed_rows:
-            raise InvalidArgumentError(name, number, f"0 to {self.embed_rows - 1}, the rows of the embedding table")
-        return number
-
-    def _require_verdict(self, own: MultiModuleMtpState, what: str) -> None:
-        if own.last_num_drafted:
-            raise ProposerStateError(
-                f"{what} before the verdict on the last {own.last_num_drafted} drafts: call after_verify first"
-            )
-
-
-def _address(name: str, ptr: DevicePtr) -> None:
-    if not isinstance(ptr, DevicePtr) or ptr.is_null:
-        raise InvalidArgumentError(name, ptr, "a device address is needed")

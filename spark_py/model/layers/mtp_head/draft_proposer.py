@@ -15,10 +15,11 @@ from ...config import ModelConfig
 from ...drafting.rows import propose_batch_cap
 from ...layer import ForwardContext, GrammarMask, ProposerState
 from ...weight_map import QuantizedWeight
+from ..mtp_checks import check_address
 from .diagnostics import log_shadow_topk, log_stage_norms, stage_norms
 from .new import BF16_BYTES
 from .propose_graph_batch import MtpHeadProposeGraphBatch
-from .states import MtpStates, check_address
+from .states import MtpStates
 from .types import MtpProposerState
 
 __all__ = ["MtpHead"]

@@ -15,15 +15,16 @@ from typing import ClassVar
 from ....runtime.errors import CapacityError, InvalidArgumentError, ProposerStateError
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ....runtime.kv_cache import PagedKvCache
-from ....runtime.sizes import count, integer
+from ....runtime.sizes import count
 from ...layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
 from ...levers import ModelLevers
 from ...row_policy import rows_to_keep
+from ..mtp_checks import check_address, check_position, check_token, check_verdict, require_verdict
 from .grammar import MaskWords, masks_per_draft
 from .new import KV_BLOCK_SIZE, log
 from .types import MtpProposerState, MtpSnapshot
 
-__all__ = ["MtpStates", "check_address"]
+__all__ = ["MtpStates"]
 
 
 class MtpStates(DraftProposer):
@@ -109,10 +110,9 @@ class MtpStates(DraftProposer):
         """Keep the rows that `rows_to_keep` says; blocks stay for the next rows. ProposerStateError without a propose
         whose verdict is outstanding, InvalidArgumentError for more accepted than drafted."""
         own = self._own(state)
-        if own.last_num_drafted == 0:
-            raise ProposerStateError("after_verify without drafts to verify: propose comes first, and each counts once")
         drafted = own.last_num_drafted
-        keep = rows_to_keep(self.levers.row_policy, drafted, num_accepted, self.levers.refeed)
+        accepted = check_verdict(num_accepted, drafted)
+        keep = rows_to_keep(self.levers.row_policy, drafted, accepted, self.levers.refeed)
         own.seq_len -= drafted - keep
         if keep == 0:
             own.last_pair_key = own.base_pair_key
@@ -235,25 +235,10 @@ class MtpStates(DraftProposer):
     # ------------------------------------------------------------ checks
 
     def _token(self, name: str, token: object) -> int:
-        number = integer(name, token)
-        if not 0 <= number < self.embed_rows:
-            raise InvalidArgumentError(name, number, f"0 to {self.embed_rows - 1}, the rows of the embedding table")
-        return number
+        return check_token(name, token, self.embed_rows)
 
     def _position(self, position: int, drafts: int) -> int:
-        number = count("position", position)
-        if (last := number + drafts) >= self.max_seq_len:
-            raise CapacityError("position of the last draft", last, self.max_seq_len - 1, "the last of a sequence")
-        return number
+        return check_position(position, drafts, self.max_seq_len)
 
     def _require_verdict(self, state: MtpProposerState, what: str) -> None:
-        if state.last_num_drafted:
-            raise ProposerStateError(
-                f"{what} before the verdict on the last {state.last_num_drafted} drafts: call after_verify first"
-            )
-
-
-def check_address(name: str, ptr: DevicePtr) -> None:
-    """InvalidArgumentError, under `name`, for NULL and for what is no DevicePtr."""
-    if not isinstance(ptr, DevicePtr) or ptr.is_null:
-        raise InvalidArgumentError(name, ptr, "a device address is needed")
+        require_verdict(state.last_num_drafted, what)
