@@ -274,6 +274,7 @@ def _table(runs: Sequence[Run], width: int) -> Table:
     """A row a run. Fits a terminal of 80 columns with up to 3 drafts; the shares of more of them wrap."""
     first, several = runs[0], any(run.concurrency > 1 for run in runs)
     heads = len({(_head(run), run.drafter_prefill) for run in runs}) > 1
+    broken = width < _ROOMY and any(run.hidden_mode for run in runs)  # names of modes need the room
     unfed = "the drafter does not see the prompt"
     title = first.family + (f" in {_head(first)}" if _head(first) and not heads else "")
     title += f" on {first.backend}, {first.device}, {first.new_tokens} new tokens"
@@ -289,7 +290,7 @@ def _table(runs: Sequence[Run], width: int) -> Table:
     )
     headers = (
         *(("at\nonce",) if several else ()),
-        "drafts", *(("head",) if heads else ()), "drafter rows", "accepted", "per position", "mean\naccepted\nlength",
+        "drafts", *(("head",) if heads else ()), "drafter\nrows", "accepted", "per position", "mean\naccepted\nlength",
         "verify\nsteps", "tokens\nper\nsecond", "identical",
     )  # fmt: skip
     for header in headers:
@@ -304,7 +305,7 @@ def _table(runs: Sequence[Run], width: int) -> Table:
             *((str(run.concurrency),) if several else ()),
             str(run.num_drafts),
             *((head if run.num_drafts else "-",) if heads else ()),
-            _rows(run.row_policy, run.refeed) if run.num_drafts else "-",
+            _rows(run.row_policy, run.refeed).replace("+", "\n+" if broken else "+") if run.num_drafts else "-",
             "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.0%}",
             " ".join(shares) or "-",
             "-" if run.mean_accepted_length is None else f"{run.mean_accepted_length:.2f}",
