@@ -80,12 +80,13 @@ def widen(rig: Rig, rows: int) -> Rig:
     return rig
 
 
-def pairs(rig: Rig, rng: np.random.Generator, n: int) -> list[Pair]:
-    """Sequences whose drafters hold 0 to 17 rows with gaps between them, the same ones in both states."""
+def pairs(rig: Rig, rng: np.random.Generator, n: int, rounds: Sequence[int] = (0, 3, 6, 1)) -> list[Pair]:
+    """Sequences whose drafters hold 0 to 17 rows with gaps between them, those of `rounds` proposes, by turns; the same
+    ones in both states."""
     made = []
     for i in range(n):
-        pair, rounds = Pair(rig.state(), rig.state(), int(rng.integers(1, 60))), (0, 3, 6, 1)[i % 4]
-        for _ in range(rounds):
+        pair = Pair(rig.state(), rig.state(), int(rng.integers(1, 60)))
+        for _ in range(rounds[i % len(rounds)]):
             token, hidden, accepted = one(rig, rng), row(rig, rng), int(rng.integers(0, DRAFTS + 1))
             for state in (pair.batch, pair.alone):
                 rig.propose(state, token, hidden, pair.length, DRAFTS)
@@ -293,13 +294,15 @@ def chain(rig: Rig, state: MtpProposerState, token: int, hidden: Array, position
     return ids, logits
 
 
-def near(rig: Rig, rng: np.random.Generator, n: int, clear: Callable[[Array], float]) -> tuple[float, float, float]:
+def near(
+    rig: Rig, rng: np.random.Generator, n: int, clear: Callable[[Array], float], rounds: Sequence[int] = (0, 3, 6, 1)
+) -> tuple[float, float, float]:
     """Shares of drafts that are not clear and of those that differ, and the relative L2 between rows of K and V.
 
     A draft that differs where the two best logits are more than `clear` apart fails; one that differs elsewhere ends
     the comparison of its sequence, whose later drafts follow from it.
     """
-    sequences = pairs(rig, rng, n)
+    sequences = pairs(rig, rng, n, rounds)
     tokens, rows = [one(rig, rng) for _ in range(n)], [row(rig, rng) for _ in range(n)]
     lengths = [pair.length for pair in sequences]
     found = batch(rig, tokens, rows, lengths, [pair.batch for pair in sequences])
