@@ -4,7 +4,7 @@
 
 Needs torch and transformers, which nothing else here does: pip install 'torch==2.13.*' 'transformers==5.24.*' ml_dtypes
 safetensors. Two fixtures are made from checkpoints that a seed gives, without and with experts, one from the demo
-checkpoint; `v4_ffn` is a single part of DeepSeek-V4 with weights of its own.
+checkpoint; `v4` is DeepSeek-V4's layers, target and drafts in both modes, `v4_ffn` its mixture with weights of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tools.goldens import cases, checkpoint, v4_ffn
+from tools.goldens import cases, checkpoint, modules, modules_cases, v4, v4_ffn
 
 Array = np.ndarray[Any, Any]
 
 PARTS = {v4_ffn.NAME: v4_ffn.arrays_of}
 """Fixtures of parts of a model, which hold their weights."""
-NAMES = (*cases.NAMES, *PARTS)
+NAMES = (*cases.NAMES, *modules_cases.NAMES, v4.NAME, *PARTS)
 FIXTURES = cases.ROOT / "tests" / "parity" / "fixtures"
 EXACT = 2e-5
 """Largest difference that --check allows, of values relative to the array's largest: FP32 sums within transformers come
@@ -44,6 +44,19 @@ def make(name: str, scratch: Path, spreads: bool = True) -> tuple[dict[str, Any]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     if name in PARTS:
         return {"made by": "tools/make_goldens.py", **versions}, PARTS[name]()
+    if name == v4.NAME:
+        from tools.goldens import v4_hf
+
+        v4.write(scratch)
+        meta = {"made by": "tools/make_goldens.py", "checkpoint": checkpoint.digest(scratch), **versions}
+        return meta | {"disturbed runs": v4_hf.COPIES}, v4_hf.arrays_of(scratch, spreads)
+    if name in modules_cases.NAMES:
+        from tools.goldens import modules_hf, spreads as runs
+
+        modules.write(scratch, modules_cases.config_of(name))
+        meta = {"made by": "tools/make_goldens.py", "checkpoint": checkpoint.digest(scratch), **versions}
+        arrays = modules_hf.arrays_of(scratch, modules_cases.case(name), spreads)
+        return meta | {"disturbed runs": runs.COPIES}, arrays
     from tools.goldens import huggingface
 
     folder = cases.DEMO
@@ -62,7 +75,8 @@ def make(name: str, scratch: Path, spreads: bool = True) -> tuple[dict[str, Any]
 def differences(stored: dict[str, Array], made: dict[str, Array]) -> list[str]:
     """What keeps two fixtures from being the same, one line an array."""
     found = [f"{name}: only in one of the two" for name in sorted(stored.keys() ^ made.keys())]
-    unclear = {prefix: _unclear(stored, made, prefix) for prefix in ("target", "head") if f"{prefix}_logits" in stored}
+    prefixes = [name.removesuffix("_top_logits") for name in stored if name.endswith("_top_logits")]
+    unclear = {prefix: _unclear(stored, made, prefix) for prefix in prefixes}
     for name in sorted(stored.keys() & made.keys()):
         old, new = stored[name], made[name]
         if old.shape != new.shape or old.dtype != new.dtype:
@@ -79,7 +93,7 @@ def differences(stored: dict[str, Array], made: dict[str, Array]) -> list[str]:
                 found.append(f"{name}: a value is more than one BF16 step away")
         else:
             differs = old != new
-            if name.endswith(("top_ids", "head_ids")):
+            if name.endswith("_ids"):
                 differs = differs & ~unclear[name.split("_")[0]].reshape(-1, *[1] * (old.ndim - 1))
             if differs.any():
                 found.append(f"{name}: {int(differs.sum())} of {old.size} differ")
