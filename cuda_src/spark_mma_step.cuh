@@ -48,7 +48,7 @@ __device__ __forceinline__ void spark_mma(float (&sums)[4], const unsigned (&a)[
 // are multiples of 16, `from` also where it is not read.
 __device__ __forceinline__ void spark_copy_16(uint4* to, const uint4* from, bool live) {
 #ifndef SPARK_EMULATED
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
                      static_cast<unsigned>(__cvta_generic_to_shared(to))),
                  "l"(from), "r"(live ? 16u : 0u)
                  : "memory");

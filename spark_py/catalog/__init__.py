@@ -35,9 +35,11 @@ from . import (
     residual_add,
     rms_norm_vanilla,
     rope,
+    spark_gemv_rows,
     spark_hyper_connection,
     spark_moe_expert_mxfp4,
     spark_moe_expert_silu_down_clamped,
+    spark_moe_expert_silu_down_clamped_bf16,
     spark_moe_rows,
     spark_moe_shared_expert_fused_fp8,
     spark_moe_silu_mul_clamped,
@@ -85,6 +87,7 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     moe_shared_expert_fused_bf16.KERNELS,
     spark_moe_rows.KERNELS,
     dense_gemv_bf16_batchm.KERNELS,
+    spark_gemv_rows.KERNELS,
     rope.KERNELS,
     reshape_and_cache.KERNELS,
     fused_k_norm_rope_cache.KERNELS,
@@ -108,6 +111,7 @@ _FAMILIES: tuple[tuple[KernelSpec, ...], ...] = (
     spark_mxfp4_gemv.KERNELS,
     spark_moe_expert_mxfp4.KERNELS,
     spark_moe_expert_silu_down_clamped.KERNELS,
+    spark_moe_expert_silu_down_clamped_bf16.KERNELS,
 )
 
 CATALOG: dict[tuple[str, str], KernelSpec] = {spec.key: spec for family in _FAMILIES for spec in family}

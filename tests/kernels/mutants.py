@@ -20,6 +20,7 @@ FAMILIES = (
     "gemv",
     "argmax",
     "batchm",
+    "spark_gemv_rows",
     "attention",
     "kv_fp8",
     "spark_paged_decode_split",

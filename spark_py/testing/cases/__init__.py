@@ -36,8 +36,10 @@ from . import (
     residual_add,
     rms_norm_vanilla,
     rope,
+    spark_gemv_rows,
     spark_moe_expert_mxfp4,
     spark_moe_expert_silu_down_clamped,
+    spark_moe_expert_silu_down_clamped_bf16,
     spark_moe_rows,
     spark_moe_shared_expert_fused_fp8,
     spark_moe_silu_mul_clamped,
@@ -85,6 +87,7 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "moe_shared_expert_fused_bf16": moe_shared_expert_fused_bf16.CASES,
     "spark_moe_rows": spark_moe_rows.CASES,
     "dense_gemv_bf16_batchm": dense_gemv_bf16_batchm.CASES,
+    "spark_gemv_rows": spark_gemv_rows.CASES,
     "rope": rope.CASES,
     "reshape_and_cache": reshape_and_cache.CASES,
     "fused_k_norm_rope_cache": fused_k_norm_rope_cache.CASES,
@@ -107,6 +110,7 @@ _MODULES: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "spark_mxfp4_gemv": spark_mxfp4_gemv.CASES,
     "spark_moe_expert_mxfp4": spark_moe_expert_mxfp4.CASES,
     "spark_moe_expert_silu_down_clamped": spark_moe_expert_silu_down_clamped.CASES,
+    "spark_moe_expert_silu_down_clamped_bf16": spark_moe_expert_silu_down_clamped_bf16.CASES,
 }
 
 
