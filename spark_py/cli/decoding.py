@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_py.model.batched_speculative import BatchedSpeculativeDecoder
-from spark_py.model.checkpoint import Checkpoint, check_family, family_of, open_checkpoint
+from spark_py.model.checkpoint import FAMILIES, Checkpoint, check_family, family_of, open_checkpoint
 from spark_py.model.config import ModelConfig
 from spark_py.model.layer import DraftProposer
 from spark_py.model.speculative import Generation, SpeculativeDecoder, SpeculativeStats
@@ -279,6 +279,8 @@ def _table(runs: Sequence[Run], width: int) -> Table:
     title = first.family + (f" in {_head(first)}" if _head(first) and not heads else "")
     title += f" on {first.backend}, {first.device}, {first.new_tokens} new tokens"
     why = ": only a bf16 head can be shown it" if first.quantization else ""
+    if FAMILIES[first.family].several_modules:
+        why = ": several modules are shown it with refeed alone"
     table = Table(
         title=title + ("" if heads or first.drafter_prefill else f"; {unfed}"),
         title_justify="left",

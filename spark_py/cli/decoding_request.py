@@ -60,7 +60,8 @@ class Request:
     With `compare`, if neither drafts nor row policy nor refeed are chosen, more runs at the most drafts: one for each
     other policy; if no quantisation is chosen either, one for each other one that the checkpoint offers, and, since
     only a BF16 head sees the prompt, one for a BF16 head that does not; if no hidden mode is chosen, with each mode one
-    for each policy, and one for a head that does not see the prompt.
+    for each policy, and one for a head that does not see the prompt. Of several modules, whose policies differ in more
+    than a row, each policy has a run for every number of drafts.
     """
 
     family: str | None
@@ -116,7 +117,7 @@ class Request:
         first, *others = sorted(POLICIES, key=lambda policy: policy != (family.row_policy, False))
         most = self.wanted[-1:]
         free = self.compare and self.row_policy is None and self.num_drafts is None and not self.refeed
-        if self.row_policy == _ALL:
+        if self.row_policy == _ALL or (free and family.several_modules):
             pairs = [(policy, self.wanted) for policy in POLICIES]
         elif free:
             pairs = [(first, self.wanted), *((policy, most) for policy in others)]
@@ -129,7 +130,8 @@ class Request:
         if free:
             rest = [(quant, read[0]) for quant in offered if quant is not MtpQuantization.BF16]
             if rest and not self.quantizations:
-                heads += self._unfed((MtpQuantization.BF16, read[0]), first, most)
+                if not family.several_modules:
+                    heads += self._unfed((MtpQuantization.BF16, read[0]), first, most)
                 heads += [self._head(form, *first, most) for form in rest]
             for mode in () if self.hidden_modes else modes:
                 if (quants[0], mode) not in forms:
@@ -137,7 +139,10 @@ class Request:
                 heads += self._unfed((quants[0], mode), first, most)
         # Without drafts there is nothing that could differ.
         drafting = [replace(head, drafts=tuple(n for n in head.drafts if n)) for head in heads[1:]]
-        return list(dict.fromkeys([heads[0], *(head for head in drafting if head.drafts)]))
+        found = [heads[0], *(head for head in drafting if head.drafts)]
+        if family.several_modules:
+            found = [head if head.levers.refeed else _without_prompt(head) for head in found]
+        return list(dict.fromkeys(found))
 
     def _head(self, form: Form, policy: RowPolicy, refeed: bool, drafts: tuple[int, ...]) -> HeadRuns:
         quant, mode = form
@@ -149,8 +154,11 @@ class Request:
         """A head that does not see the prompt, where the others do."""
         if not self.drafter_prefill:
             return []
-        head = self._head(form, *policy, drafts)
-        return [replace(head, levers=replace(head.levers, drafter_prefill=False))]
+        return [_without_prompt(self._head(form, *policy, drafts))]
+
+
+def _without_prompt(head: HeadRuns) -> HeadRuns:
+    return replace(head, levers=replace(head.levers, drafter_prefill=False))
 
 
 def decoding_options(command: Command, compare: bool = False, family: str | None = None) -> Command:

@@ -79,13 +79,15 @@ class Opener(Protocol):
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family of checkpoints. `model_types`: those of MODEL_TYPES' values that it opens. `row_policy`: what its
-    drafters do unless told otherwise. `quantizes`, `hidden_modes`: whether its heads have these choices."""
+    drafters do unless told otherwise. `quantizes`, `hidden_modes`: whether its heads have these choices.
+    `several_modules`: each draft is another module's; only with refeed are these fed."""
 
     open: Opener
     model_types: frozenset[str]
     row_policy: RowPolicy = RowPolicy.SEED
     quantizes: bool = False
     hidden_modes: bool = False
+    several_modules: bool = False
 
 
 _QWEN = Family(_qwen3_next, frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"}), quantizes=True)
@@ -94,7 +96,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "qwen3_next": _QWEN,
         "qwen3_next_moe": _QWEN,
-        "minimax_m2": Family(_minimax_m2, frozenset({"minimax_m2"}), quantizes=True),
+        "minimax_m2": Family(_minimax_m2, frozenset({"minimax_m2"}), quantizes=True, several_modules=True),
     }
 )
 """By the name that the command line has for it. Families have a demo checkpoint each."""
