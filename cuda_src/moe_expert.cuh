@@ -13,6 +13,7 @@
 // K % 16 == 0. Rows of activations and of FP8 weights lie on 16-byte addresses, packed NVFP4 rows on 8-byte ones.
 #pragma once
 
+#include "moe_limit.cuh"
 #include "spark_fp8.cuh"
 #include "w4a16.cuh"
 
@@ -146,19 +147,6 @@ struct SparkRow {
         spark_widen_bf16(words[0], a);
         spark_widen_bf16(words[1], a + 8);
     }
-};
-
-struct SparkNoLimit {
-    __device__ __forceinline__ float gate(float g) const { return g; }
-    __device__ __forceinline__ float up(float u) const { return u; }
-};
-
-// The gate is bounded from above alone, up on both sides. NaN stays NaN.
-struct SparkLimit {
-    float limit;
-
-    __device__ __forceinline__ float gate(float g) const { return g > limit ? limit : g; }
-    __device__ __forceinline__ float up(float u) const { return u > limit ? limit : u < -limit ? -limit : u; }
 };
 
 // silu(gate) * up of 8 elements.

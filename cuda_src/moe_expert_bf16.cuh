@@ -5,8 +5,8 @@
 // each half of the lanes adds up as the tree 16, 8, 4, 2, 1; first half + second. A warp has two outputs, and each of
 // its threads is lane l and lane l + 32 of both, so that BF16 rows give the bits of dense_gemv_bf16.
 //
-// The down projection's row is (g * (1 / (1 + exp(-g)))) * u in FP32, without a clamp and without a rounding to BF16;
-// each product with a weight rounds to FP32.
+// The down projection's row is (g * (1 / (1 + exp(-g)))) * u in FP32, without a rounding to BF16; each product with a
+// weight rounds to FP32. Kernels that say so bound g and u by DeepSeek-V4's limit first.
 //
 // Slot 0 .. top_k - 1 is expert expert_indices[slot], whose weights [N, K] lie at the table's address; slot top_k is
 // the shared expert. Where there are no weights (address 0: the expert lives elsewhere) the slot's outputs are zeros.
@@ -14,6 +14,7 @@
 #pragma once
 
 #include "dense_gemv.cuh"
+#include "moe_limit.cuh"
 
 constexpr unsigned MOE_BF16_THREADS = 128u;
 constexpr unsigned MOE_BF16_OUTPUTS = 2u;  // a warp
@@ -57,16 +58,22 @@ struct MoeStagedTile {
         }
     }
 
-    static __device__ __forceinline__ float gated(float g, float u) { return g * (1.0f / (1.0f + __expf(-g))) * u; }
+    template <class Limit>
+    static __device__ __forceinline__ float gated(float gate, float up, const Limit& limit) {
+        const float g = limit.gate(gate);
+        const float u = limit.up(up);
+        return g * (1.0f / (1.0f + __expf(-g))) * u;
+    }
 
     // Half a chunk a thread and turn, by all threads of the block.
-    __device__ __forceinline__ void fill(const uint2* gate, const uint2* up, unsigned chunks) {
+    template <class Limit>
+    __device__ __forceinline__ void fill(const uint2* gate, const uint2* up, unsigned chunks, const Limit& limit) {
         for (unsigned i = threadIdx.x; i < 2u * chunks; i += MOE_BF16_THREADS) {
             const uint2 g = gate[i];
             const uint2 u = up[i];
-            halves[i % 2u][i / 2u] =
-                make_float4(gated(spark_low(g.x), spark_low(u.x)), gated(spark_high(g.x), spark_high(u.x)),
-                            gated(spark_low(g.y), spark_low(u.y)), gated(spark_high(g.y), spark_high(u.y)));
+            halves[i % 2u][i / 2u] = make_float4(
+                gated(spark_low(g.x), spark_low(u.x), limit), gated(spark_high(g.x), spark_high(u.x), limit),
+                gated(spark_low(g.y), spark_low(u.y), limit), gated(spark_high(g.y), spark_high(u.y), limit));
         }
     }
 };
@@ -192,8 +199,10 @@ __device__ __forceinline__ void moe_bf16_project(const __nv_bfloat16* x, const M
 
 // out[n] = bf16((silu(gate) * up) . weights[n]) for the block's outputs; gate and up [K]. The block computes a tile of
 // activations at a time, while the tile's first weights are on their way.
+template <class Limit = SparkNoLimit>
 __device__ __forceinline__ void moe_bf16_down(const __nv_bfloat16* gate, const __nv_bfloat16* up,
-                                              const MoeBf16Slot& slot, unsigned n, unsigned k) {
+                                              const MoeBf16Slot& slot, unsigned n, unsigned k,
+                                              const Limit& limit = Limit()) {
     __shared__ MoeStagedTile tile;
     if (slot.weights == nullptr) {  // the same for the whole block
         slot.clear(n);
@@ -208,7 +217,7 @@ __device__ __forceinline__ void moe_bf16_down(const __nv_bfloat16* gate, const _
             __syncthreads();  // all have read the tile before
         }
         tile.fill(reinterpret_cast<const uint2*>(gate) + 2u * start, reinterpret_cast<const uint2*>(up) + 2u * start,
-                  end - start);
+                  end - start, limit);
         __syncthreads();
         outputs.add(tile, 0u, start, end);
         for (unsigned base = start + MOE_BF16_STRIDE; base < end; base += MOE_BF16_STRIDE) {

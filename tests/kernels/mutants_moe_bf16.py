@@ -11,6 +11,9 @@ _GATE_UP_ROWS = "spark_moe_rows::spark_moe_expert_gate_up_shared_bf16_rows"
 _DOWN_ROWS = "spark_moe_rows::spark_moe_expert_silu_down_shared_bf16_rows"
 _BLEND_ROWS = "spark_moe_rows::spark_moe_weighted_sum_blend_rows"
 
+_CLAMPED = "spark_moe_expert_silu_down_clamped_bf16"
+_CLAMPED_ROWS = f"{_CLAMPED}::{_CLAMPED}_rows"
+
 _CUH, _CU, _ROWS_CU = "moe_expert_bf16.cuh", "moe_shared_expert_fused_bf16.cu", "spark_moe_rows.cu"
 _PY, _ROWS_PY = "moe_shared_expert_fused_bf16.py", "spark_moe_rows.py"
 
@@ -29,6 +32,8 @@ _SLOT_CU = "up ? sh_up_weight : sh_gate_weight, up ? sh_up_out : sh_gate_out, 0u
 _GATE_ROWS_PY = "for row in zip(x, gate, up, strict=True)"
 _DOWN_ROWS_PY = "for row in zip(gate, up, weights, sh_gate, sh_up, strict=True)"
 _BLEND_ROWS_PY = "zip(expert_out, weights, shared_out, x, strict=True)"
+
+_CLAMPED_CU, _LIMIT_CUH, _LIMIT_PY = f"{_CLAMPED}.cu", "moe_limit.cuh", "gated_within(g, u, limit)"
 
 
 def _cu(check: str, name: str, file: str, find: str, replace: str) -> Mutant:
@@ -96,7 +101,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _DOWN,
         "gate clamped at 10",
-        cu=Patch(_CUH, _GATED_CU, "g = fminf(g, 10.0f);\n        " + _GATED_CU),
+        cu=Patch(_CUH, "const float g = limit.gate(gate);", "const float g = fminf(limit.gate(gate), 10.0f);"),
         py=Patch(_PY, "    g = to_f32(gate)\n", "    g = np.minimum(to_f32(gate), np.float32(10))\n"),
     ),
     Mutant(
@@ -222,5 +227,37 @@ MUTANTS: tuple[Mutant, ...] = (
         "the shared expert of the first row for all",
         cu=Patch(_ROWS_CU, "shared_out + row * hidden", "shared_out"),
         py=Patch(_ROWS_PY, _BLEND_ROWS_PY, "zip(expert_out, weights, shared_out[[0] * len(x)], x, strict=True)"),
+    ),
+    Mutant(
+        _CLAMPED_ROWS,
+        "gate clamped below",
+        cu=Patch(_LIMIT_CUH, "return g > limit ? limit : g;", "return g > limit ? limit : g < -limit ? -limit : g;"),
+        py=Patch(f"{_CLAMPED}.py", _LIMIT_PY, "gated_within(np.maximum(g, g.dtype.type(-limit)), u, limit)"),
+    ),
+    Mutant(
+        _CLAMPED_ROWS,
+        "up clamped from above alone",
+        cu=Patch(_LIMIT_CUH, "return u > limit ? limit : u < -limit ? -limit : u;", "return u > limit ? limit : u;"),
+    ),
+    Mutant(
+        _CLAMPED_ROWS,
+        "not clamped",
+        cu=Patch(_CLAMPED_CU, "slot, N, K, SparkLimit{limit}", "slot, N, K"),
+        py=Patch(f"{_CLAMPED}.py", _LIMIT_PY, "gated_within(g, u, 1e30)"),
+    ),
+    _cu(
+        _CLAMPED_ROWS,
+        "the shared expert not clamped",
+        _CLAMPED_CU,
+        "SparkLimit{limit}",
+        "SparkLimit{slot.routed ? limit : 1e30f}",
+    ),
+    _cu(_CLAMPED_ROWS, "the shared gates for all", _CLAMPED_CU, "slot.routed ? gate_out : sh_gate_in", "sh_gate_in"),
+    _cu(_CLAMPED_ROWS, "the first row for all", _CLAMPED_CU, "sh_down_out, blockIdx.y", "sh_down_out, 0u"),
+    Mutant(
+        _CLAMPED_ROWS,
+        "activation rounded to BF16",
+        cu=Patch(_CUH, _GATED_CU, "return spark_low(spark_pack(g * (1.0f / (1.0f + __expf(-g))) * u, 0.0f));"),
+        py=Patch(f"{_CLAMPED}.py", _LIMIT_PY, "gated_within(g, u, limit).astype(BF16).astype(np.float32)"),
     ),
 )

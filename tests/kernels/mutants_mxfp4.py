@@ -28,7 +28,8 @@ _DOWN = f"{_EXPERT}::spark_moe_expert_silu_down_clamped_mxfp4"
 _DOWN_ROWS = f"{_DOWN}_rows"
 _NVFP4_DOWN, _NVFP4_DOWN_ROWS = f"{_CLAMPED}::{_CLAMPED}", f"{_CLAMPED}::{_CLAMPED}_rows"
 
-_EXPERT_CU, _CLAMPED_CU, _SHARED_CUH = f"{_EXPERT}.cu", f"{_CLAMPED}.cu", "moe_expert.cuh"
+_EXPERT_CU, _CLAMPED_CU = f"{_EXPERT}.cu", f"{_CLAMPED}.cu"
+_SHARED_CUH, _LIMIT_CUH = "moe_expert.cuh", "moe_limit.cuh"
 _EXPERT_PY, _CLAMPED_PY = f"{_EXPERT}.py", f"{_CLAMPED}.py"
 _OUTPUTS_CU = "mxfp4_outputs(row, tables, expert_indices[at], out + at * n, n, k);"
 _ROW_CU = "reinterpret_cast<const uint4*>(a + static_cast<size_t>(t) * k)"
@@ -172,7 +173,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _DOWN,
         "gate clamped below",
-        cu=Patch(_SHARED_CUH, _GATE_LIMIT_CU, "return g > limit ? limit : g < -limit ? -limit : g;"),
+        cu=Patch(_LIMIT_CUH, _GATE_LIMIT_CU, "return g > limit ? limit : g < -limit ? -limit : g;"),
         py=Patch(
             _EXPERT_PY,
             _ROWS_OF_PY,
@@ -188,7 +189,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _DOWN,
         "up clamped from above alone",
-        cu=Patch(_SHARED_CUH, _UP_LIMIT_CU, "return u > limit ? limit : u;"),
+        cu=Patch(_LIMIT_CUH, _UP_LIMIT_CU, "return u > limit ? limit : u;"),
     ),
     Mutant(
         _DOWN,
@@ -225,13 +226,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _NVFP4_DOWN,
         "gate clamped below",
-        cu=Patch(_SHARED_CUH, _GATE_LIMIT_CU, "return g > limit ? limit : g < -limit ? -limit : g;"),
+        cu=Patch(_LIMIT_CUH, _GATE_LIMIT_CU, "return g > limit ? limit : g < -limit ? -limit : g;"),
         py=Patch(_CLAMPED_PY, "g = np.minimum(to_f32(gate), most)", "g = np.clip(to_f32(gate), -most, most)"),
     ),
     Mutant(
         _NVFP4_DOWN,
         "up clamped from above alone",
-        cu=Patch(_SHARED_CUH, _UP_LIMIT_CU, "return u > limit ? limit : u;"),
+        cu=Patch(_LIMIT_CUH, _UP_LIMIT_CU, "return u > limit ? limit : u;"),
         py=Patch(_CLAMPED_PY, "u = np.clip(to_f32(up), -most, most)", "u = np.minimum(to_f32(up), most)"),
     ),
     _limits(_NVFP4_DOWN, "the shared expert not clamped", "limit", "SparkNoLimit()"),

@@ -126,10 +126,15 @@ def _projection(weights: Callable[[Call], Array], slots: bool) -> Bound:
     return rounds(lambda c: _dot(weights(c), x(c)), slack=lost)
 
 
-def _down_bound(weights: Callable[[Call], Array], gate: str, up: str) -> Bound:
+def _unlimited(c: Call, gate: Array, up: Array) -> Array:
+    g = f64(gate)
+    result: Array = g / (1.0 + np.exp(-g)) * f64(up)
+    return result
+
+
+def _down_bound(weights: Callable[[Call], Array], gate: str, up: str, of: Callable[[Call, Array, Array], Any]) -> Bound:
     def activation(c: Call) -> Array:
-        g = f64(getattr(c, gate))
-        result: Array = g / (1.0 + np.exp(-g)) * f64(getattr(c, up))
+        result: Array = of(c, getattr(c, gate), getattr(c, up))
         return result
 
     def lost(c: Call) -> Any:
@@ -146,13 +151,20 @@ GATE_UP: Mapping[str, Bound] = {
     "sh_gate_out": _projection(lambda c: _shared(c, "sh_gate_weight"), False),
     "sh_up_out": _projection(lambda c: _shared(c, "sh_up_weight"), False),
 }
-DOWN: Mapping[str, Bound] = {
-    "C": _down_bound(lambda c: _routed(c, "weight_ptrs"), "gate_out", "up_out"),
-    "sh_down_out": _down_bound(lambda c: _shared(c, "sh_down_weight"), "sh_gate_in", "sh_up_in"),
-}
 
 
-def _elsewhere(draw: Draw, *shared: str) -> Draw:
+def down_bounds(activation: Callable[[Call, Array, Array], Any] = _unlimited) -> Mapping[str, Bound]:
+    """Of a down projection behind `activation`(call, gate, up), which is in FP64."""
+    return {
+        "C": _down_bound(lambda c: _routed(c, "weight_ptrs"), "gate_out", "up_out", activation),
+        "sh_down_out": _down_bound(lambda c: _shared(c, "sh_down_weight"), "sh_gate_in", "sh_up_in", activation),
+    }
+
+
+DOWN = down_bounds()
+
+
+def elsewhere(draw: Draw, *shared: str) -> Draw:
     """Every other expert, and the shared expert, live elsewhere."""
 
     def arguments(rng: np.random.Generator) -> Mapping[str, Argument]:
@@ -184,7 +196,7 @@ def _ordered(draws: Callable[..., dict[str, Argument]], rows: Tokens, bounds: Ma
 def gate_up_cases(rows: Tokens) -> tuple[Case, ...]:
     """For `rows` () the kernel of one row, for (T,) that of T rows, whose grid has them in y."""
     grid = grid_of(rows)
-    some = _elsewhere(lambda rng: gate_up(rng, rows, 11, 264, 6, 4), "sh_gate_weight", "sh_up_weight")
+    some = elsewhere(lambda rng: gate_up(rng, rows, 11, 264, 6, 4), "sh_gate_weight", "sh_up_weight")
     return (
         *(
             Case(
@@ -203,7 +215,7 @@ def gate_up_cases(rows: Tokens) -> tuple[Case, ...]:
 def down_cases(rows: Tokens) -> tuple[Case, ...]:
     """As `gate_up_cases`, of the down projection."""
     grid = grid_of(rows)
-    some = _elsewhere(lambda rng: down(rng, rows, 11, 264, 6, 4), "sh_down_weight")
+    some = elsewhere(lambda rng: down(rng, rows, 11, 264, 6, 4), "sh_down_weight")
     return (
         *(
             Case(
