@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Twin of `layers/deepseek_v4_mtp.rs`: DeepSeek-V4's multi-token-prediction module as a DraftProposer.
+
+The module's body is a whole V4 layer; what is around it is in `deepseek_v4_mtp_forward`. Later drafts come from the
+same module again. What Rust has and this port does without: the low-rank form of connections, which V4MtpWeights cannot
+hold, and a module without connections; a token id for hash routing, which an MTP module never has; `comm` and the flags
+of other subsystems in its ForwardContext.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...ops.argmax import argmax_bf16
+from ...ops.embed_from_argmax import embed_from_argmax
+from ...runtime.errors import ProposerStateError
+from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
+from ...runtime.sizes import count
+from ..layer import EmptyLayerState, ForwardContext, GrammarMask, LayerState, ProposerState
+from .deepseek_v4_mtp_diagnostics import stage_norms
+from .deepseek_v4_mtp_forward import DeepseekV4MtpForward
+from .deepseek_v4_mtp_new import log
+from .hidden_mode import HiddenMode
+from .mtp_checks import check_address
+from .mtp_head import MtpProposerState
+from .mtp_head.diagnostics import log_shadow_topk, log_stage_norms
+from .mtp_head.forward import PLACEHOLDER
+from .mtp_head.grammar import MaskWords
+from .mtp_head.new import BF16_BYTES, KV_BLOCK_SIZE
+from .mtp_head.propose_graph import GraphKey, ProposeGraphs, ProposeInputs
+from .mtp_head.states import MtpStates
+
+__all__ = ["DeepseekV4MtpHead", "DeepseekV4MtpProposerState"]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class DeepseekV4MtpProposerState(MtpProposerState):
+    """The drafter's rows of one sequence. `body_state`: that of the body, whose attention keeps everything in the
+    pool."""
+
+    body_state: LayerState = field(default_factory=EmptyLayerState)
+
+
+class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
+    """A DeepSeek-V4 MTP module that drafts. See DeepseekV4MtpNew for the constructor, MtpStates for sequences' rows and
+    verdicts, DraftProposer for the rest.
+
+    Modes: a propose with a `target_hidden_stack`, FP32 [hc_mult, h], is in reference mode; its later drafts go on from
+    the head's own streams. One without is in the engine's collapsed mode, its later drafts from the head's collapsed
+    row. Rows are fed likewise, by `hidden_stacks` or `hiddens`. A sequence's rows may come from both; they differ.
+
+    Positions: as in the engine, the row of a hidden is rotated one further than DeepSeek's code does. All rows are, so
+    that nothing but distances counts; fed rows too.
+    """
+
+    state_class = DeepseekV4MtpProposerState
+    log = log
+    kv_owner = "deepseek_v4_mtp"
+
+    def _build(self) -> None:
+        super()._build()
+        levers = self.levers
+        logs = levers.shadow_topk > 0 or levers.debug_norms
+        self.propose_inputs: dict[bool, ProposeInputs] = {}
+        self.propose_graphs: dict[bool, ProposeGraphs] = {}
+        if levers.propose_graph and levers.draft_conf_tau <= 0.0 and not logs:
+            capacity = self.max_seq_len // KV_BLOCK_SIZE + 1
+            for stacked, nbytes in ((False, self.h * BF16_BYTES), (True, self.shapes.hyper.stream_bytes)):
+                self.propose_inputs[stacked] = ProposeInputs(nbytes, capacity, self._alloc)
+                self.propose_graphs[stacked] = ProposeGraphs(self.gpu)
+                self._stack.callback(self.propose_graphs[stacked].release)
+
+    @property
+    def reads_streams(self) -> bool:
+        """Whether the decoding loop is to pass the target's streams: in reference mode."""
+        return self.hidden_mode is HiddenMode.REFERENCE
+
+    def propose(
+        self,
+        last_token: int,
+        target_hidden: DevicePtr,
+        position: int,
+        num_drafts: int,
+        state: ProposerState,
+        ctx: ForwardContext,
+        stream: StreamLike,
+        draft_embed_target: DevicePtr | None = None,
+        grammar_bitmask: GrammarMask | None = None,
+        target_hidden_stack: DevicePtr | None = None,
+    ) -> list[int]:
+        """`num_drafts` guesses, or one where a single grammar mask covers one position. 0 drafts touch nothing.
+
+        Of target_hidden and target_hidden_stack the latter is read where it is given. Limits and errors are those of
+        `MtpHead.propose`, as is the placeholder 0 with a draft_embed_target.
+        """
+        own = self._own(state)
+        wanted = count("num_drafts", num_drafts, 0)
+        if wanted == 0:
+            return []
+        token = self._token("last_token", last_token)
+        start = self._position(position, wanted)
+        stacked = target_hidden_stack is not None
+        source = target_hidden if target_hidden_stack is None else target_hidden_stack
+        check_address("target_hidden_stack" if stacked else "target_hidden", source)
+        if draft_embed_target is not None:
+            check_address("draft_embed_target", draft_embed_target)
+        masks = self._masks(grammar_bitmask, wanted)
+        self._require_verdict(own, "propose")
+        self.check_buffers(ctx.buffers)
+
+        with self._undone_on_error(own):
+            # For all drafts, before anything is queued.
+            self.reserve_rows(own, own.seq_len + len(masks))
+            self.last_conf, self._deferred = 1.0, False
+            own.base_pair_key = own.last_pair_key
+            drafts = None
+            if grammar_bitmask is None:
+                drafts = self._propose_on_device(
+                    token, source, stacked, start, wanted, own, ctx, stream, draft_embed_target
+                )
+            if drafts is None:
+                drafts = self._propose_by_steps(
+                    token, source, stacked, start, masks, own, ctx, stream, draft_embed_target
+                )
+            own.last_num_drafted = len(drafts)
+        return drafts
+
+    def _propose_by_steps(
+        self,
+        token: int,
+        source: DevicePtr,
+        stacked: bool,
+        position: int,
+        masks: Sequence[MaskWords | None],
+        own: MtpProposerState,
+        ctx: ForwardContext,
+        stream: StreamLike,
+        draft_embed_target: DevicePtr | None,
+    ) -> list[int]:
+        drafts: list[int] = []
+        current_token, current_source = token, source
+        for i, mask in enumerate(masks):
+            embed_target = draft_embed_target if i == len(masks) - 1 else None
+            draft = self.forward_one(
+                current_token, current_source, stacked, position + i, own, ctx, stream, embed_target, mask
+            )
+            self.log.debug(
+                "V4 MTP propose[%d]: token=%d pos=%d mtp_seq_len=%d → draft=%d",
+                i, current_token, position + i, own.seq_len, draft,
+            )  # fmt: skip
+            if self.levers.shadow_topk:
+                logits = self._read_logits(ctx.buffers.logits(), stream)
+                log_shadow_topk(logits, position + i, self.levers.shadow_topk)
+            if self.levers.debug_norms:
+                log_stage_norms(stage_norms(self, ctx, stream, stacked), position + i)
+            drafts.append(draft)
+            # Later drafts feed on the head's own output.
+            current_token, current_source = draft, self.chain_source(ctx, stacked)
+        return drafts
+
+    def _propose_on_device(
+        self,
+        token: int,
+        source: DevicePtr,
+        stacked: bool,
+        position: int,
+        drafts: int,
+        own: MtpProposerState,
+        ctx: ForwardContext,
+        stream: StreamLike,
+        draft_embed_target: DevicePtr | None,
+    ) -> list[int] | None:
+        """All drafts as one graph, with the bits of `_propose_by_steps`, one upload before and one read-back after it.
+        None, and nothing done, where that must be done draft by draft."""
+        inputs = self.propose_inputs.get(stacked)
+        ours = getattr(self.forward_one, "__func__", None) is DeepseekV4MtpForward.forward_one
+        if inputs is None or not inputs.fits(own.seq_len, drafts) or not ours:
+            return None
+        inputs.set(self.gpu, token, source, position, own.seq_len, drafts, own.block_table, stream)
+        buf = ctx.buffers
+        embed, logits = buf.ssm_qkvz(), buf.logits()
+
+        def work(on: StreamLike) -> None:
+            current_id, current_source = inputs.token, inputs.hidden
+            for draft in range(drafts):
+                # The id has its place already: as the kernel's second output it stays as it is.
+                table, kernel = self.embed_tokens, self.embed_from_argmax_k
+                embed_from_argmax(self.gpu, kernel, current_id, table, embed, current_id, self.h, on)
+                self._forward_row(current_source, stacked, inputs.meta(draft), ctx, on)
+                argmax_bf16(self.gpu, self.argmax_k, logits, inputs.id(draft), self.draft_vocab, on)
+                current_id, current_source = inputs.id(draft), self.chain_source(ctx, stacked)
+
+        self.propose_graphs[stacked].run(GraphKey(drafts, weakref.ref(buf)), work, stream)
+        if draft_embed_target is not None:
+            self._stage_embedding(inputs.id(drafts - 1), draft_embed_target, stream)
+        known = drafts if draft_embed_target is None else drafts - 1
+        ids = np.empty(known, "<u4")
+        if known:
+            self.gpu.copy_d2h_on_stream(inputs.ids, ids.view(np.uint8), stream)
+        own.seq_len += drafts
+        own.last_pair_key = position + drafts - 2
+        found = [int(each) for each in ids]
+        self.log.debug(
+            "V4 MTP propose: token=%d pos=%d mtp_seq_len=%d → drafts=%s", token, position, own.seq_len, found
+        )
+        return found if draft_embed_target is None else [*found, PLACEHOLDER]
+
+    def after_verify(self, num_accepted: int, state: ProposerState, stream: StreamLike) -> None:
+        """Keep the rows that `rows_to_keep` says: under SEED the engine's trim of drafted - accepted. The errors are
+        those of MtpStates."""
+        own = self._own(state)
+        drafted, before = own.last_num_drafted, own.seq_len
+        super().after_verify(num_accepted, state, stream)
+        self.log.debug(
+            "V4 MTP after_verify: accepted=%d drafted=%d trim=%d mtp_seq_len: %d → %d",
+            num_accepted, drafted, before - own.seq_len, before, own.seq_len,
+        )  # fmt: skip
+
+    def free_state(self, gpu: GpuBackend, state: ProposerState) -> None:
+        """Give the blocks and the body's state back; the state is fresh then. Any number of times."""
+        super().free_state(gpu, state)
+        assert isinstance(state, DeepseekV4MtpProposerState)
+        state.body_state.release()
+
+    def read_deferred_draft_token(self, gpu: GpuBackend) -> int:
+        """The id that the last propose left on the device; ProposerStateError where it left none."""
+        if not self._deferred:
+            raise ProposerStateError("the last propose left no draft on the device: it had no draft_embed_target")
+        token = np.empty(1, "<u4")
+        gpu.copy_d2h(self.draft_token_id_dev, token.view(np.uint8))
+        return int(token[0])
+
+    def _feed_rows(
+        self,
+        tokens: Sequence[int],
+        hiddens: DevicePtr,
+        hidden_stacks: DevicePtr | None,
+        row_base: int,
+        pos_base: int,
+        state: MtpProposerState,
+        ctx: ForwardContext,
+        stream: StreamLike,
+    ) -> int:
+        if not self.supports_drafter_prefill:
+            if not self._warned_prefill:
+                self._warned_prefill = True
+                self.log.warning("the drafter is not fed: its levers ask for no scratch")
+            return 0
+        rows = len(tokens) - 1
+        if rows < 1:
+            return 0
+        self.reserve_rows(state, row_base + rows)
+        stacked = hidden_stacks is not None
+        source = hiddens if hidden_stacks is None else hidden_stacks
+        self._write_fed_rows(tokens[1:], source, stacked, pos_base, state, stream)
+        return rows
