@@ -396,15 +396,24 @@ def launched(trace: Any, name: str) -> int:
     return sum(entry.name.startswith(name) for step in trace.steps for entry in step if entry.kind == "launch")
 
 
-def test_what_a_pass_launches(gpu: GpuBackend, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_pass_launches(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
     """Weights are read once for all rows; what a sequence's own cache is for runs once a sequence; ids come back in one
-    copy, and block tables go out once a propose."""
+    copy, and block tables go out once a propose. With the engine's kernels and with this project's own."""
+    if not own:
+        hide(monkeypatch, gpu, "spark_gemv_rows")
     rig, n = make_rig(gpu, rng, levers=BY_STEP), 5
     with gpu.trace() as trace:
         batch_of(rig, rng, n, conf=[])
     entries = [entry for step in trace.steps for entry in step]
     assert launched(trace, "gemv::") == 0
-    assert launched(trace, "dense_gemv_bf16_batchm::") == 9 * DRAFTS, "fc, Q, K, V, o, three of the FFN, LM head"
+    if own:
+        assert launched(trace, "spark_gemv_rows::") == 6 * DRAFTS, "fc, Q and K and V, o, gate and up, down, LM head"
+        assert launched(trace, "dense_gemv_bf16_batchm::") == 0
+    else:
+        assert launched(trace, "dense_gemv_bf16_batchm::") == 9 * DRAFTS, "fc, Q, K, V, o, three of the FFN, LM head"
     assert launched(trace, "paged_decode::") == launched(trace, "rope::") == n * DRAFTS
     assert launched(trace, "argmax::argmax_bf16_batch_lp") == launched(trace, "argmax::") == DRAFTS
     assert sum(entry.kind.startswith("copy_d2h") for entry in entries) == DRAFTS

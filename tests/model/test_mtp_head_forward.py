@@ -202,7 +202,9 @@ PATCHES: dict[str, Patch] = {
     "concat order swapped": _patched("bf16_concat", _swapped(2, 3)),
     "position one too large": _patched("pack_mtp_attn_meta", _replaced(0, lambda p: p + 1)),
     "own row not seen": _patched("pack_mtp_attn_meta", _replaced(2, lambda n: n - 1)),
-    "queries and gates not taken apart": _patched("deinterleave_qg", lambda real: _nothing, projection),
+    "queries and gates not taken apart": _patched(
+        "spark_gemv_rows", lambda real: lambda *a, head_dim: real(*a), projection
+    ),
     "no gate": _patched("sigmoid_gate_mul", lambda real: _nothing, attention),
     "no softmax scale": _patched("paged_decode_attn", _replaced(14, lambda s: 1.0), attention),
     "a window of one row": _patched("paged_decode_attn", _replaced(16, lambda w: 1), attention),

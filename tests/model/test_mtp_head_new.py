@@ -385,8 +385,8 @@ NVFP4_SET = ALWAYS | FP8_KV | PACKED | {
     "w4a16_gemv_fused::w4a16_gemv_dual",
 }  # fmt: skip
 ROUTED = {"moe_topk::moe_topk_softmax", "moe_expert_gemv::moe_weighted_sum_blend"} | SILU
-BATCHED = {"argmax::argmax_bf16_batch", "argmax::argmax_bf16_batch_lp"}
-BATCHM = {"dense_gemv_bf16_batchm::dense_gemv_bf16_batchm"}
+BATCHED = {"argmax::argmax_bf16_batch", "argmax::argmax_bf16_batch_lp", "embed_from_argmax::batched_embed"}
+BATCHM = {"dense_gemv_bf16_batchm::dense_gemv_bf16_batchm", "spark_gemv_rows::spark_gemv_rows"}
 FP8_ROWS = {"gemv_fp8w::spark_dense_gemv_fp8w_batchm"}
 GEMMS = {"gemm::dense_gemm_bf16", "gemm::dense_gemm_bf16_pipelined"} | BATCHM
 WIDTHS = {f"w4a16_gemv::w4a16_gemv_batch{rows}" for rows in (4, 5, 6, 7, 8, 16, 32)}

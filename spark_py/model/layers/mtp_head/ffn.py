@@ -94,8 +94,7 @@ class MtpHeadFfn(MtpHeadProjection):
     ) -> None:
         """output [h] = down(silu(gate x) * up x), by way of `gate` and `up` [inter]."""
         gate_proj, up_proj, down_proj = ffn
-        self.gemv(normed, gate_proj, gate, inter, self.h, stream)
-        self.gemv(normed, up_proj, up, inter, self.h, stream)
+        self._project_gate_up(normed, gate_proj, up_proj, gate, up, inter, stream)
         silu_mul(self.gpu, self.moe_silu_mul_k, gate, up, gate, inter, stream)
         self.gemv(gate, down_proj, output, self.h, inter, stream)
 

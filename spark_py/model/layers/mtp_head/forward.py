@@ -145,8 +145,7 @@ class MtpHeadForward(MtpHeadAttention):
         q = buf.qkv_output()
         k = q.offset(self.q_width * BF16_BYTES)
         v = k.offset(kv_elements * BF16_BYTES)
-        self._project_qg(norm_output, q, stream)
-        self._project_kv(norm_output, k, v, stream)
+        self._project_qkv(norm_output, q, k, v, stream)
         self._norm_queries(q, 1, stream)
         self._norm_keys(k, 1, stream)
 

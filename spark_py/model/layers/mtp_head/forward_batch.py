@@ -144,9 +144,12 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         qg = buf.qkv_output()
         k = qg.offset(n * self.q_width * BF16_BYTES)
         v = k.offset(n * kv_elements * BF16_BYTES)
-        self._project_qg_rows(norm_output, qg, n, stream)
-        self.project_rows(norm_output, self.k_proj, k, n, kv_elements, h, stream)
-        self.project_rows(norm_output, self.v_proj, v, n, kv_elements, h, stream)
+        if self._dense_together((self.q_proj, self.k_proj, self.v_proj)) and self._rows_keep_bits(n, self.q_width, h):
+            self._project_qkv(norm_output, qg, k, v, stream, n)
+        else:
+            self._project_qg_rows(norm_output, qg, n, stream)
+            self.project_rows(norm_output, self.k_proj, k, n, kv_elements, h, stream)
+            self.project_rows(norm_output, self.v_proj, v, n, kv_elements, h, stream)
         self._norm_queries(qg, n, stream)
         self._norm_keys(k, n, stream)
 
@@ -180,18 +183,24 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         """output [m, n] = input [m, k] . proj [n, k] transposed, BF16, by the engine's choice of a kernel for BF16
         weights, and with the bits of `gemv` for others."""
         if isinstance(proj, DenseWeight):
-            levers = self.levers
-            ready = bool(self.dense_gemv_batchm_k)
-            chosen = drafter_row_kernel(m, n, k, ready, levers.kv_gemv_pinned, levers.small_m_tier)
+            chosen = self._row_kernel(m, n, k)
             if chosen is RowKernel.PIPELINED and self.dense_gemm_pipelined_k:
                 dense_gemm_pipelined(self.gpu, self.dense_gemm_pipelined_k, input, proj, output, m, n, k, stream)
                 return
-            if chosen is RowKernel.GEMV_LOOP:
+            if chosen is RowKernel.GEMV_LOOP and not self.spark_gemv_rows_k:
                 for row in range(m):
                     a, c = input.offset(row * k * BF16_BYTES), output.offset(row * n * BF16_BYTES)
                     self.gemv(a, proj, c, n, k, stream)
                 return
         self.gemv_rows(input, proj, output, m, n, k, stream)
+
+    def _row_kernel(self, m: int, n: int, k: int) -> RowKernel:
+        ready = bool(self.dense_gemv_batchm_k or self.spark_gemv_rows_k)
+        return drafter_row_kernel(m, n, k, ready, self.levers.kv_gemv_pinned, self.levers.small_m_tier)
+
+    def _rows_keep_bits(self, m: int, n: int, k: int) -> bool:
+        """Whether `project_rows` gives BF16 weights to a GEMV."""
+        return self._row_kernel(m, n, k) is not RowKernel.PIPELINED or not self.dense_gemm_pipelined_k
 
     def _project_qg_rows(self, normed: DevicePtr, output: DevicePtr, m: int, stream: StreamLike) -> None:
         """output BF16 [m, 2, nq, hd]: of each row the queries of all heads, then the gates of all heads. Without gates
@@ -241,8 +250,11 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
     ) -> DevicePtr:
         gate, up, output = ctx.buffers.expert_gate_out(), ctx.buffers.expert_up_out(), ctx.buffers.moe_output()
         gate_proj, up_proj, down_proj = ffn
-        self.project_rows(normed, gate_proj, gate, n, self.inter, self.h, stream)
-        self.project_rows(normed, up_proj, up, n, self.inter, self.h, stream)
+        if self._dense_together((gate_proj, up_proj)) and self._rows_keep_bits(n, self.inter, self.h):
+            self._project_gate_up(normed, gate_proj, up_proj, gate, up, self.inter, stream, n)
+        else:
+            self.project_rows(normed, gate_proj, gate, n, self.inter, self.h, stream)
+            self.project_rows(normed, up_proj, up, n, self.inter, self.h, stream)
         silu_mul(self.gpu, self.moe_silu_mul_k, gate, up, gate, n * self.inter, stream)
         self.project_rows(gate, down_proj, output, n, self.h, self.inter, stream)
         return output

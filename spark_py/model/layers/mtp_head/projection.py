@@ -4,9 +4,12 @@ projection's format. Nothing else in the head asks for a format."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ....ops.dense_gemv_bf16_batchm import dense_gemv_batchm
 from ....ops.gemv import dense_gemv
 from ....ops.gemv_fp8w import dense_gemv_fp8w, dense_gemv_fp8w_batchm
+from ....ops.spark_gemv_rows import MAX_ROWS, Projection, spark_gemv_rows
 from ....ops.ssm_preprocess import deinterleave_qg
 from ....ops.w4a16_gemv import w4a16_gemv, w4a16_gemv_batchm, w4a16_gemv_qg, w4a16_gemv_sw
 from ....ops.w4a16_gemv_fused import w4a16_gemv_dual
@@ -38,6 +41,8 @@ class MtpHeadProjection(MtpHeadNew):
     ) -> None:
         """output [n] = proj [n, k] . input [k], BF16, by the kernel of the projection's format."""
         match proj:
+            case DenseWeight() if self.spark_gemv_rows_k:
+                self._dense_rows(input, [Projection(proj, output, n, n)], 1, k, stream)
             case DenseWeight():
                 dense_gemv(self.gpu, self.dense_gemv_k, input, proj, output, n, k, stream)
             case QuantizedWeight():
@@ -59,6 +64,9 @@ class MtpHeadProjection(MtpHeadNew):
     ) -> None:
         """output [m, n] = input [m, k] . proj [n, k] transposed, BF16, each row with the bits of `gemv`: as many rows
         at a time as the set's batched kernels take."""
+        if isinstance(proj, DenseWeight) and self.spark_gemv_rows_k:
+            self._dense_rows(input, [Projection(proj, output, n, n)], m, k, stream)
+            return
         gpu, step = self.gpu, self._rows_at_once(proj)
         for start in range(0, m, step):
             rows = min(step, m - start)
@@ -76,6 +84,28 @@ class MtpHeadProjection(MtpHeadNew):
                 case Fp8Weight():
                     scales = proj.row_scale
                     w8a16_gemv_batchm(gpu, self.w8a16_gemv_batchm_k, a, proj, scales, c, rows, n, k, n, stream)
+
+    def _dense_rows(
+        self,
+        input: DevicePtr,  # noqa: A002 - the engine's name
+        projections: Sequence[Projection],
+        m: int,
+        k: int,
+        stream: StreamLike,
+        head_dim: int = 0,
+    ) -> None:
+        """Every projection of BF16 [m, k], eight rows in one launch, each with the bits that it has alone."""
+        for start in range(0, m, MAX_ROWS):
+            some = [
+                Projection(each.weight, each.output.offset(start * each.stride * BF16_BYTES), each.n, each.stride)
+                for each in projections
+            ]
+            rows, a = min(MAX_ROWS, m - start), input.offset(start * k * BF16_BYTES)
+            spark_gemv_rows(self.gpu, self.spark_gemv_rows_k, a, some, rows, k, stream, head_dim=head_dim)
+
+    def _dense_together(self, projections: Sequence[ProjectionWeight]) -> bool:
+        """Whether one launch takes all of them: BF16, and a set with the kernel."""
+        return bool(self.spark_gemv_rows_k) and all(isinstance(proj, DenseWeight) for proj in projections)
 
     def _rows_at_once(self, proj: ProjectionWeight) -> int:
         """Rows of one launch; 1 where the set has no batched kernel for the format."""
@@ -111,6 +141,39 @@ class MtpHeadProjection(MtpHeadNew):
             w4a16_gemv_sw(self.gpu, self.w4a16_gemv_sw_k, input, weight, output, n, k, stream)
         else:
             w4a16_gemv(self.gpu, self.w4a16_gemv_k, input, weight, output, n, k, stream)
+
+    def _project_qkv(
+        self, normed: DevicePtr, q: DevicePtr, k: DevicePtr, v: DevicePtr, stream: StreamLike, rows: int = 1
+    ) -> None:
+        """q BF16 [rows, q_width], queries before gates, k and v BF16 [rows, nkv, hd]: all in one launch where
+        `_dense_together`, else of one row."""
+        weights = (self.q_proj, self.k_proj, self.v_proj)
+        if not self._dense_together(weights):
+            self._project_qg(normed, q, stream)
+            self._project_kv(normed, k, v, stream)
+            return
+        widths = (self.q_width, self.nkv * self.hd, self.nkv * self.hd)
+        projections = [Projection(*each) for each in zip(weights, (q, k, v), widths, widths, strict=True)]
+        self._dense_rows(normed, projections, rows, self.h, stream, self.hd if self.body.gated else 0)
+
+    def _project_gate_up(
+        self,
+        normed: DevicePtr,
+        gate_proj: ProjectionWeight,
+        up_proj: ProjectionWeight,
+        gate: DevicePtr,
+        up: DevicePtr,
+        inter: int,
+        stream: StreamLike,
+        rows: int = 1,
+    ) -> None:
+        """gate and up BF16 [rows, inter]: in one launch where `_dense_together`, else of one row."""
+        if self._dense_together((gate_proj, up_proj)):
+            pair = [Projection(gate_proj, gate, inter, inter), Projection(up_proj, up, inter, inter)]
+            self._dense_rows(normed, pair, rows, self.h, stream)
+            return
+        self.gemv(normed, gate_proj, gate, inter, self.h, stream)
+        self.gemv(normed, up_proj, up, inter, self.h, stream)
 
     def _project_qg(self, normed: DevicePtr, output: DevicePtr, stream: StreamLike) -> None:
         """output BF16 [2, nq, hd]: the queries of all heads, then the gates of all heads. Without gates [nq, hd]."""
