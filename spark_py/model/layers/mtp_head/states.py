@@ -181,7 +181,8 @@ class MtpStates(DraftProposer):
         if (last := first + len(ids) - 2) >= self.max_seq_len:
             raise CapacityError("position of the last row", last, self.max_seq_len - 1, "the last of a sequence")
         if len(ids) > 1:
-            check_address("hiddens" if hidden_stacks is None else "hidden_stacks", hidden_stacks or hiddens)
+            given = ("hiddens", hiddens) if hidden_stacks is None else ("hidden_stacks", hidden_stacks)
+            check_address(*given)
         with self._undone_on_error(own):
             return self._feed_rows(ids, hiddens, hidden_stacks, base, first, own, ctx, stream)
 
