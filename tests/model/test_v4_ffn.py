@@ -141,6 +141,7 @@ def test_nothing_is_read_back(gpu: GpuBackend, rng: np.random.Generator, monkeyp
     [
         ("gemv", Mxfp4), ("w8a16_gemv", Mxfp4), ("moe_topk_sqrt", Mxfp4), ("spark_moe_silu_mul_clamped", Mxfp4),
         ("spark_moe_expert_mxfp4", Mxfp4), ("spark_moe_rows", Mxfp4), ("spark_moe_rows", Bf16),
+        ("spark_moe_expert_silu_down_clamped_bf16", Bf16),
     ],
 )  # fmt: skip
 def test_a_missing_kernel_is_an_error_and_nothing_stays(
@@ -228,54 +229,43 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "weights not normalised": ("ffn", "rows, experts, k, shape.norm_topk_prob", "rows, experts, k, False", {}),
     "without routed_scaling": ("ffn", "\n                shape.routed_scaling, stream", "1.0, stream", {}),
     "hash routing without routed_scaling": (
-        "ffn",
-        "k, shape.norm_topk_prob, shape.routed_scaling, stream",
-        "k, shape.norm_topk_prob, 1.0, stream",
+        "ffn", "k, shape.norm_topk_prob, shape.routed_scaling, stream", "k, shape.norm_topk_prob, 1.0, stream",
         {"hashed": True},
     ),
-    "the first row's token for all": ("ffn", "self._token_ids.offset(row * _U32)", "self._token_ids", {"hashed": True}),
+    "the first row's token for all": (
+        "ffn", "self._token_ids.offset(row * _U32)", "self._token_ids", {"hashed": True}
+    ),
     "the first row's logits for all": ("ffn", "logits.offset(row * experts * _BF16)", "logits", {"hashed": True}),
-    "shared expert without a limit": ("ffn", "limit = self.shape.swiglu_limit", "limit = 1e30", {}),
+    "shared expert without a limit": ("ffn_shared", "shape.inter, shape.swiglu_limit", "shape.inter, 1e30", {}),
     "shared expert left out": (
-        "ffn",
-        "self._shared(x, shared_out, rows, stream)\n",
-        "self.gpu.memset(shared_out, 0, rows * shape.hidden_size * 2)\n",
-        {},
+        "ffn", "self._shared.run(x, shared_out, rows, stream)",
+        "self.gpu.memset(shared_out, 0, rows * shape.hidden_size * 2)", {},
     ),
-    "shared w3 for w1": ("ffn", "self._w1.run(x, gate", "self._w3.run(x, gate", {}),
+    "shared w3 for w1": ("ffn_shared", "self._w1.run(x, gate", "self._w3.run(x, gate", {}),
+    "shared activations of the first row alone": ("ffn_shared", "rows * self._inter,", "self._inter,", {}),
     "routed MXFP4 without a limit": (
-        "ffn_experts",
-        "ids, h, inter, k, shape.swiglu_limit",
-        "ids, h, inter, k, 1e30",
-        {},
+        "ffn_experts", "ids, h, inter, k, shape.swiglu_limit", "ids, h, inter, k, 1e30", {}
     ),
-    "routed BF16 without a limit": (
-        "ffn_experts",
-        "rows * k * inter, shape.swiglu_limit",
-        "rows * k * inter, 1e30",
-        {"routed": Bf16},
+    "BF16 without a limit": (
+        "ffn_experts", "\n            shape.swiglu_limit, stream", "1e30, stream", {"routed": Bf16}
     ),
-    "activations of the first row alone": (
-        "ffn_experts",
-        "rows * k * inter, shape",
-        "k * inter, shape",
-        {"routed": Bf16},
+    "BF16 without the shared expert": (
+        "ffn_experts", "self._shared_parts = shared if self.with_shared else", "self._shared_parts =",
+        {"routed": Bf16, "shared": (Bf16, Bf16, Bf16)},
     ),
     "w3 for w1": ("ffn_experts", '_PARTS = ("w1", "w3", "w2")', '_PARTS = ("w3", "w1", "w2")', {}),
     "one expert's scales for all": (
-        "ffn_experts",
-        "for expert in experts]\n",
-        "for expert in (experts if column == 'weight' else experts[:1] * len(experts))]\n",
-        {},
+        "ffn_experts", "for expert in experts]\n",
+        "for expert in (experts if column == 'weight' else experts[:1] * len(experts))]\n", {},
     ),
-}
+}  # fmt: skip
 _ROOM = "spark_py.model.layers.deepseek_v4"
 
 
 def mutant(module: str, old: str, new: str) -> type[V4Ffn]:
-    """V4Ffn with one of its two modules edited."""
+    """V4Ffn with one of its modules edited."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("ffn_experts", "ffn"):
+        for name in ("ffn_shared", "ffn_experts", "ffn"):
             source = Path(str(sys.modules[f"{_ROOM}.{name}"].__file__)).read_text()
             if name == module:
                 assert source.count(old) == 1, f"the mutant's place {old!r} is {source.count(old)} times in {name}.py"

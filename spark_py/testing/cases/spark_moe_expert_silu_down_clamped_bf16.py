@@ -38,7 +38,7 @@ def even(rng: np.random.Generator, sizes: Sizes) -> Mapping[str, Argument]:
     """Sums that cancel to what was rounded on the way: every gate is above the limit, and its sigmoid is 1."""
     found = {**down(rng, ROWS, *sizes, cancel=True), "limit": EVEN}
     for name in ("gate_out", "sh_gate_in"):
-        found[name] = np.full_like(found[name], 2 * EVEN)  # type: ignore[arg-type]
+        found[name] = np.full_like(found[name], 2 * EVEN)
     return found
 
 

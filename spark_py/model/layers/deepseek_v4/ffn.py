@@ -11,16 +11,17 @@ DeepSeek-V4's `inference/model.py` is the source.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 
 from ....ops.moe_hash_route import moe_hash_route
 from ....ops.moe_topk_sqrt import moe_topk_sqrtsoftplus_batched
 from ....ops.spark_moe_rows import spark_moe_weighted_sum_blend_rows
-from ....ops.spark_moe_silu_mul_clamped import silu_mul_clamped
 from ....runtime.errors import InvalidArgumentError
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...weight_map import DenseWeight
 from .ffn_experts import routed_experts
+from .ffn_shared import V4SharedExpert
 from .projection import V4Projection
 from .scratch import OwnedBuffers
 from .weights import V4FfnShape, V4FfnWeights
@@ -28,6 +29,7 @@ from .weights import V4FfnShape, V4FfnWeights
 __all__ = ["V4Ffn"]
 
 _BF16, _U32, _F32 = 2, 4, 4  # bytes
+_HASH, _LEARNED = ("moe_hash_route", "moe_hash_route"), ("moe_topk_sqrt", "moe_topk_sqrtsoftplus_batched")
 
 
 class V4Ffn:
@@ -55,38 +57,36 @@ class V4Ffn:
         self._hash = weights.router.is_hash
         if self._hash and token_ids.is_null:
             raise InvalidArgumentError(f"{name} token_ids", token_ids, "a hash router reads the ids of the rows there")
-        h, inter, shared = shape.hidden_size, shape.inter, weights.shared
+        h = shape.hidden_size
         self._gate = V4Projection(weights.router.gate, shape.num_experts, h, gpu, f"{name}.gate")
-        self._w1 = V4Projection(shared.w1, inter, h, gpu, f"{name}.shared_experts.w1")
-        self._w3 = V4Projection(shared.w3, inter, h, gpu, f"{name}.shared_experts.w3")
-        self._w2 = V4Projection(shared.w2, h, inter, gpu, f"{name}.shared_experts.w2")
-        route = ("moe_hash_route", "moe_hash_route") if self._hash else ("moe_topk_sqrt", _TOPK)
-        self._route_k = gpu.kernel(*route)
-        self._silu_k = gpu.kernel("spark_moe_silu_mul_clamped", "spark_moe_silu_mul_clamped")
+        self._route_k = gpu.kernel(*(_HASH if self._hash else _LEARNED))
         self._blend_k = gpu.kernel("spark_moe_rows", "spark_moe_weighted_sum_blend_rows")
         sizes = {
             "logits": shape.num_experts * _BF16,
             "ids": shape.top_k * _U32,
             "weights": shape.top_k * _F32,
             "experts_out": shape.top_k * h * _BF16,
-            "shared_gate": inter * _BF16,
-            "shared_up": inter * _BF16,
             "shared_out": h * _BF16,
         }
-        self._experts = routed_experts(weights.experts, shape, gpu, max_rows, f"{name}.experts")
-        try:
+        with ExitStack() as made:
+            self._experts = routed_experts(weights, shape, gpu, max_rows, f"{name}.experts")
+            made.callback(self._experts.release)
+            self._shared: V4SharedExpert | None = None
+            if not self._experts.with_shared:
+                self._shared = V4SharedExpert(weights.shared, shape, gpu, max_rows, f"{name}.shared_experts")
+                made.callback(self._shared.release)
             self._scratch = OwnedBuffers(gpu, name, max_rows, sizes)
-        except BaseException:
-            self._experts.release()
-            raise
+            made.callback(self._scratch.release)
+            self._owned = made.pop_all()
 
     def __call__(self, x: DevicePtr, y: DevicePtr, rows: int, stream: StreamLike) -> None:
         """y BF16 [rows, h] of x BF16 [rows, h], normalised; they lie apart. CapacityError for more than max_rows."""
         rows, shape, buffers = self._scratch.check_rows(rows), self.shape, self._scratch
         experts_out, shared_out = buffers["experts_out"], buffers["shared_out"]
         self._route(x, rows, stream)
-        self._experts.run(x, buffers["ids"], experts_out, rows, stream)
-        self._shared(x, shared_out, rows, stream)
+        self._experts.run(x, buffers["ids"], experts_out, shared_out, rows, stream)
+        if self._shared is not None:
+            self._shared.run(x, shared_out, rows, stream)
         ungated = DenseWeight(DevicePtr.NULL)
         spark_moe_weighted_sum_blend_rows(
             self.gpu, self._blend_k, y, experts_out, buffers["weights"], shared_out, x, ungated, rows,
@@ -112,26 +112,12 @@ class V4Ffn:
                 k, shape.norm_topk_prob, shape.routed_scaling, stream,
             )  # fmt: skip
 
-    def _shared(self, x: DevicePtr, output: DevicePtr, rows: int, stream: StreamLike) -> None:
-        gate, up = self._scratch["shared_gate"], self._scratch["shared_up"]
-        self._w1.run(x, gate, rows, stream)
-        self._w3.run(x, up, rows, stream)
-        limit = self.shape.swiglu_limit
-        silu_mul_clamped(self.gpu, self._silu_k, gate, up, gate, rows * self.shape.inter, limit, stream)
-        self._w2.run(gate, output, rows, stream)
-
     def release(self) -> None:
         """Free the scratch and the tables; a second call does nothing. Weights stay."""
-        try:
-            self._experts.release()
-        finally:
-            self._scratch.release()
+        self._owned.close()
 
     def __enter__(self) -> V4Ffn:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
-
-
-_TOPK = "moe_topk_sqrtsoftplus_batched"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""The routed experts of V4Ffn, in MXFP4 or in BF16: the products of rows with the experts that were chosen for them.
+"""The experts of V4Ffn, in MXFP4 or in BF16: the products of rows with the experts that were chosen for them.
 
 Experts are found by the ids on the device, through tables of addresses.
 """
@@ -16,25 +16,31 @@ from ....ops.spark_moe_expert_mxfp4 import (
     moe_expert_gate_up_mxfp4,
     moe_expert_silu_down_clamped_mxfp4,
 )
+from ....ops.spark_moe_expert_silu_down_clamped_bf16 import moe_expert_silu_down_clamped_bf16_rows
 from ....ops.spark_moe_rows import spark_moe_expert_gate_up_shared_bf16_rows
-from ....ops.spark_moe_silu_mul_clamped import silu_mul_clamped
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...weight_map import DenseWeight, Mxfp4Weight
 from .scratch import OwnedBuffers
-from .weights import V4ExpertWeights, V4FfnShape
+from .weights import V4ExpertWeights, V4FfnShape, V4FfnWeights
 
 __all__ = ["RoutedExperts", "routed_experts"]
 
 _BF16 = 2  # bytes
 _ADDRESS = 8
 _PARTS = ("w1", "w3", "w2")
+_CLAMPED = "spark_moe_expert_silu_down_clamped"
 
 
 class RoutedExperts(Protocol):
-    """The experts of a layer in one format, with the scratch for them."""
+    """The experts of a layer in one format, with the scratch for them; the shared one too where `with_shared`."""
 
-    def run(self, x: DevicePtr, ids: DevicePtr, output: DevicePtr, rows: int, stream: StreamLike) -> None:
-        """output BF16 [rows, k, h]: x BF16 [rows, h] through the experts ids u32 [rows, k], unweighted."""
+    with_shared: bool
+
+    def run(
+        self, x: DevicePtr, ids: DevicePtr, output: DevicePtr, shared_output: DevicePtr, rows: int, stream: StreamLike
+    ) -> None:
+        """output BF16 [rows, k, h]: x BF16 [rows, h] through the experts ids u32 [rows, k], unweighted. Where
+        `with_shared` is false, what shared_output BF16 [rows, h] holds then means nothing."""
         ...
 
     def release(self) -> None:
@@ -43,11 +49,11 @@ class RoutedExperts(Protocol):
 
 
 def routed_experts(
-    experts: Sequence[V4ExpertWeights], shape: V4FfnShape, gpu: GpuBackend, max_rows: int, name: str
+    weights: V4FfnWeights, shape: V4FfnShape, gpu: GpuBackend, max_rows: int, name: str
 ) -> RoutedExperts:
-    """The experts, which have been checked, in the format that they have."""
-    kind = _Mxfp4 if isinstance(experts[0].w1, Mxfp4Weight) else _Bf16
-    return kind(experts, shape, gpu, max_rows, name)
+    """The experts of weights that have been checked, in the format that they have."""
+    kind = _Mxfp4 if isinstance(weights.experts[0].w1, Mxfp4Weight) else _Bf16
+    return kind(weights, shape, gpu, max_rows, name)
 
 
 class _Tables:
@@ -90,17 +96,20 @@ class _Tables:
 class _Mxfp4:
     """Two launches; the activation stays FP32."""
 
-    def __init__(
-        self, experts: Sequence[V4ExpertWeights], shape: V4FfnShape, gpu: GpuBackend, max_rows: int, name: str
-    ) -> None:
+    with_shared = False
+
+    def __init__(self, weights: V4FfnWeights, shape: V4FfnShape, gpu: GpuBackend, max_rows: int, name: str) -> None:
         self._gpu, self._shape = gpu, shape
         module = "spark_moe_expert_mxfp4"
         self._gate_up_k = gpu.kernel(module, "spark_moe_expert_gate_up_mxfp4_rows")
-        self._down_k = gpu.kernel(module, "spark_moe_expert_silu_down_clamped_mxfp4_rows")
+        self._down_k = gpu.kernel(module, f"{_CLAMPED}_mxfp4_rows")
         wide = shape.top_k * shape.inter * _BF16
-        self._owned = _Tables(experts, ("weight", "weight_scale"), gpu, name, max_rows, {"gate": wide, "up": wide})
+        columns, sizes = ("weight", "weight_scale"), {"gate": wide, "up": wide}
+        self._owned = _Tables(weights.experts, columns, gpu, name, max_rows, sizes)
 
-    def run(self, x: DevicePtr, ids: DevicePtr, output: DevicePtr, rows: int, stream: StreamLike) -> None:
+    def run(
+        self, x: DevicePtr, ids: DevicePtr, output: DevicePtr, shared_output: DevicePtr, rows: int, stream: StreamLike
+    ) -> None:
         gpu, shape, owned = self._gpu, self._shape, self._owned
         h, inter, k = shape.hidden_size, shape.inter, shape.top_k
         w1, w3, w2 = (Mxfp4Tables(owned.table(part, "weight"), owned.table(part, "weight_scale")) for part in _PARTS)
@@ -115,46 +124,34 @@ class _Mxfp4:
 
 
 class _Bf16:
-    """Three launches of kernels for experts beside a shared one, which is left out here.
+    """Two launches, of the shared expert too where it is in BF16; the activation stays FP32."""
 
-    Theirs for a down projection has no limit. So the activation is made by itself, in BF16 as the model's own code has
-    it, and each of its rows goes through w2 as a row with one expert in the place of w1, and with none in that of w3.
-    """
-
-    def __init__(
-        self, experts: Sequence[V4ExpertWeights], shape: V4FfnShape, gpu: GpuBackend, max_rows: int, name: str
-    ) -> None:
+    def __init__(self, weights: V4FfnWeights, shape: V4FfnShape, gpu: GpuBackend, max_rows: int, name: str) -> None:
         self._gpu, self._shape = gpu, shape
-        self._project_k = gpu.kernel("spark_moe_rows", "spark_moe_expert_gate_up_shared_bf16_rows")
-        self._silu_k = gpu.kernel("spark_moe_silu_mul_clamped", "spark_moe_silu_mul_clamped")
-        wide, narrow = shape.top_k * shape.inter * _BF16, shape.top_k * shape.hidden_size * _BF16
-        # What has no weights gets zeros, all of them in places of their own.
-        sizes = {"gate": wide, "up": wide, "zeros0": max(wide, narrow), "zeros1": max(wide, narrow), "zeros2": narrow}
-        self._owned = _Tables(experts, ("weight",), gpu, name, max_rows, sizes)
-        try:
-            self._none = OwnedBuffers(gpu, name, 1, {"none": len(experts) * _ADDRESS})
-            gpu.memset(self._none["none"], 0, len(experts) * _ADDRESS)
-        except BaseException:
-            self.release()
-            raise
+        shared = [getattr(weights.shared, part) for part in _PARTS]
+        self.with_shared = all(isinstance(part, DenseWeight) for part in shared)
+        self._shared_parts = shared if self.with_shared else [DenseWeight(DevicePtr.NULL)] * len(_PARTS)
+        self._gate_up_k = gpu.kernel("spark_moe_rows", "spark_moe_expert_gate_up_shared_bf16_rows")
+        self._down_k = gpu.kernel(f"{_CLAMPED}_bf16", f"{_CLAMPED}_bf16_rows")
+        wide, narrow = shape.top_k * shape.inter * _BF16, shape.inter * _BF16
+        sizes = {"gate": wide, "up": wide, "shared_gate": narrow, "shared_up": narrow}
+        self._owned = _Tables(weights.experts, ("weight",), gpu, name, max_rows, sizes)
 
-    def run(self, x: DevicePtr, ids: DevicePtr, output: DevicePtr, rows: int, stream: StreamLike) -> None:
+    def run(
+        self, x: DevicePtr, ids: DevicePtr, output: DevicePtr, shared_output: DevicePtr, rows: int, stream: StreamLike
+    ) -> None:
         gpu, shape, owned = self._gpu, self._shape, self._owned
         h, inter, k = shape.hidden_size, shape.inter, shape.top_k
         w1, w3, w2 = (owned.table(part, "weight") for part in _PARTS)
-        gate, up, nothing = owned["gate"], owned["up"], DenseWeight(DevicePtr.NULL)
-        zeros = [owned[f"zeros{number}"] for number in range(3)]
+        sh_w1, sh_w3, sh_w2 = self._shared_parts
+        gate, up, sh_gate, sh_up = (owned[each] for each in ("gate", "up", "shared_gate", "shared_up"))
         spark_moe_expert_gate_up_shared_bf16_rows(
-            gpu, self._project_k, x, w1, gate, w3, up, ids, nothing, zeros[0], nothing, zeros[1], rows, inter, h, k,
-            stream,
-        )  # fmt: skip
-        silu_mul_clamped(gpu, self._silu_k, gate, up, gate, rows * k * inter, shape.swiglu_limit, stream)
-        spark_moe_expert_gate_up_shared_bf16_rows(
-            gpu, self._project_k, gate, w2, output, self._none["none"], zeros[2], ids, nothing, zeros[0], nothing,
-            zeros[1], rows * k, h, inter, 1, stream,
+            gpu, self._gate_up_k, x, w1, gate, w3, up, ids, sh_w1, sh_gate, sh_w3, sh_up, rows, inter, h, k, stream
+        )
+        moe_expert_silu_down_clamped_bf16_rows(
+            gpu, self._down_k, gate, up, w2, output, ids, sh_gate, sh_up, sh_w2, shared_output, rows, h, inter, k,
+            shape.swiglu_limit, stream,
         )  # fmt: skip
 
     def release(self) -> None:
-        for owned in (self._owned, getattr(self, "_none", None)):
-            if owned is not None:
-                owned.release()
+        self._owned.release()
