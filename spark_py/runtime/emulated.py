@@ -30,6 +30,7 @@ from .device import Dim3, Launcher, LoadedKernel
 from .errors import CompileError, FunctionNotFoundError, KernelBoundsError, ModuleNotFoundInSetError, UnsupportedError
 from .gpu import FunctionAttributes
 from .host import HostBackend, HostDevice
+from .host_calls import HostCalls
 from .host_kernels import HostKernels
 from .manifest import KernelSet, ModuleSource
 from .modules import function_not_found
@@ -160,14 +161,15 @@ class EmulatedDevice(HostDevice):
         offsets = (ctypes.c_uint32 * max(len(layout.starts), 1))(*(start for _, start in layout.starts))
         geometry = (grid, block, shared)
         spec = catalog.find(kernel.module, kernel.function) if self._own_set else None
+        calls = HostCalls(self.ledger, spec, kernel.name, geometry) if spec is not None else None
 
         def launch(stream: int, pointers: Sequence[int], scalars: Sequence[Any]) -> None:
             args = layout.packed.pack(*pointers, *scalars)
             values = layout.merge(pointers, scalars)
 
             def operation() -> None:
-                if spec is not None:
-                    self._call(spec, kernel.name, geometry, values)
+                if calls is not None:
+                    calls.find(args, values)  # every range is right
                 self._run_compiled(kernel.name, module, address, geometry, args, offsets, cooperative)
                 self._check_neighbours(kernel.name, pointers)
 

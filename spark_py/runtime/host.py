@@ -19,20 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from ..catalog.spec import DTYPES, Call, KernelSpec, ParamSpec
+from ..catalog.spec import KernelSpec
 from .audit import KernelAudit
 from .checked import CheckedBackend
 from .device import Dim3, Launcher, LoadedKernel, RawDevice
 from .errors import (
-    ArgumentPointerError,
-    ArgumentRangeError,
-    GeometryError,
     InvalidArgumentError,
     OutOfDeviceMemoryError,
-    PointerError,
     RedZoneError,
 )
 from .gpu import DeviceLimits, FunctionAttributes
+from .host_calls import HostCalls
 from .host_counters import HostCounters
 from .host_kernels import HostKernels
 from .host_memory import Block, array_at, fill, move
@@ -227,92 +224,15 @@ class HostDevice(RawDevice):
 
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
         spec: KernelSpec = kernel.raw
-
         layout = Layout(kernel.signature)
+        calls = HostCalls(self.ledger, spec, kernel.name, (grid, block, shared))
 
         def launch(stream: int, pointers: Sequence[int], scalars: Sequence[Any]) -> None:
-            layout.scalars.pack(*scalars)  # raises where a number does not fit, as packing for a GPU would
+            packed = layout.packed.pack(*pointers, *scalars)  # raises where a number does not fit, as for a GPU
             values = layout.merge(pointers, scalars)
-            self._queue(stream, lambda: self._run(spec, kernel.name, (grid, block, shared), values))
+            self._queue(stream, lambda: spec.run(calls.find(packed, values)))
 
         return launch
-
-    def _run(self, spec: KernelSpec, name: str, geometry: tuple[Dim3, Dim3, int], values: tuple[Any, ...]) -> None:
-        spec.run(self._call(spec, name, geometry, values))
-
-    def _call(self, spec: KernelSpec, name: str, geometry: tuple[Dim3, Dim3, int], values: tuple[Any, ...]) -> Call:
-        """A launch as the catalogue sees it, once geometry, preconditions and the ranges of all pointers are right."""
-        pointers: dict[str, tuple[ParamSpec, int]] = {}
-
-        def bind(call: Call, parameter: str) -> np.ndarray[Any, Any] | None:
-            if parameter not in pointers:
-                raise AttributeError(f"{name} has no parameter '{parameter}'")
-            return self._bind(name, call, *pointers[parameter])
-
-        def follow(call: Call, parameter: str, index: int) -> np.ndarray[Any, Any] | None:
-            if parameter not in pointers or pointers[parameter][0].pointee is None:
-                raise AttributeError(f"{name} has no table of addresses '{parameter}'")
-            return self._follow(name, call, pointers[parameter][0], index)
-
-        call = Call(*geometry, bind, follow)
-        for param, value in zip(spec.params, values, strict=True):
-            if param.is_pointer:
-                pointers[param.name] = param, value
-            else:
-                setattr(call, param.name, float(np.float32(value)) if param.ctype == "f32" else value)
-        try:
-            expected = spec.geometry(call)
-            if spec.preconditions is not None:
-                spec.preconditions(call)
-        except ValueError as error:
-            raise ArgumentRangeError(name, str(error)) from None
-        for what, got, want in zip(("grid", "block", "dynamic shared memory"), geometry, expected, strict=True):
-            if got != want:
-                raise GeometryError(
-                    name, f"{what} is {got}, the kernel needs {want} (grid {spec.grid_text}, block {spec.block_text})"
-                )
-        for parameter in pointers:  # every range is known to be right before anything runs
-            getattr(call, parameter)
-        return call
-
-    def _bind(self, name: str, call: Call, param: ParamSpec, address: int) -> np.ndarray[Any, Any] | None:
-        """The array that a pointer parameter stands for, once its whole range is known to be right."""
-        if address == 0:
-            return None
-        assert param.shape is not None
-        shape = tuple(int(n) for n in param.shape(call))
-        first = address + (int(param.offset(call)) if param.offset else 0) * param.dtype.itemsize
-        verb = {"r": "read", "w": "write", "rw": "read and write"}[param.access]
-        return self._array(name, param, first, shape, param.dtype, f"kernel would {verb}")
-
-    def _follow(self, name: str, call: Call, param: ParamSpec, index: int) -> np.ndarray[Any, Any] | None:
-        """The array behind an entry of a table of addresses, held to the rules of an argument."""
-        pointee = param.pointee
-        assert pointee is not None
-        address = int(getattr(call, param.name)[index])
-        if address == 0:
-            return None
-        if address % pointee.align:
-            message = f"entry {index} is {address:#x}: a multiple of {pointee.align} is needed"
-            raise ArgumentPointerError(name, message, param.name)
-        shape = tuple(int(n) for n in pointee.shape(call))
-        what = f"through entry {index} the kernel would read"
-        return self._array(name, param, address, shape, DTYPES[pointee.dtype], what)
-
-    def _array(
-        self, name: str, param: ParamSpec, first: int, shape: tuple[int, ...], dtype: np.dtype[Any], what: str
-    ) -> np.ndarray[Any, Any]:
-        """An array over the memory from `first`, read-only where the kernel only reads."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes == 0:
-            return np.empty(shape, dtype)
-        try:
-            self.ledger.check_range(first, nbytes, what)
-        except PointerError as error:
-            raise ArgumentPointerError(name, str(error), param.name) from None
-        array = array_at(first, shape, dtype)
-        array.flags.writeable = param.access != "r"
-        return array
 
     def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None:
         pass
