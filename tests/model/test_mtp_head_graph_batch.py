@@ -471,10 +471,11 @@ def hidden_rows_of_the_target_for_each_draft(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MtpHead, "_chain_hidden", lambda self, ctx: ctx.buffers.ssm_deinterleaved())
 
 
+WILD = [by_n_alone, by_drafts_alone, without_drafts, without_n]
+"""Their graphs read a slab that was laid out for another: slots are then any number, and rows are written anywhere."""
 MUTANTS = [
-    by_n_alone, by_drafts_alone, without_drafts, without_n, without_probabilities, position_not_advanced,
-    slot_not_advanced, length_not_advanced, one_table_for_all, the_same_token_for_each_draft,
-    hidden_rows_of_the_target_for_each_draft,
+    *WILD, without_probabilities, position_not_advanced, slot_not_advanced, length_not_advanced, one_table_for_all,
+    the_same_token_for_each_draft, hidden_rows_of_the_target_for_each_draft,
 ]  # fmt: skip
 
 
@@ -490,6 +491,8 @@ def eager_is_right(patch: pytest.MonkeyPatch, pair: Twins) -> None:
 def test_mutants_differ(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[Any], None]
 ) -> None:
+    if mutant in WILD and gpu.name == "cuda":
+        pytest.skip("the fault writes to any address, which only a backend that checks memory survives")
     pair = twins(gpu, rng, monkeypatch)
     # What nobody writes is block 0 and token 0.
     gpu.memset(pair.graph.head.propose_meta, 0, 32 * pair.graph.head.propose_meta_stride)
