@@ -26,7 +26,7 @@ from spark_py.runtime.scratch import ScratchRegion
 from spark_py.testing import assert_same_bits
 
 from .moe_support import KINDS, Kind, MoeRig, moe_rig
-from .support import BF16, Array, dense, download
+from .support import BF16, Array, dense, download, upload
 
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -187,6 +187,42 @@ def test_formats_that_no_kernel_takes_are_refused(gpu: GpuBackend, rng: np.rando
         MoeLayer(dataclasses.replace(rig.weights, experts=[blocks] * 7, shared_expert=blocks), rig.config, gpu)
     with pytest.raises(InvalidArgumentError):
         expert_format([])
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_sigmoid_routing_chooses_by_the_bias_and_weighs_without(
+    gpu: GpuBackend, rng: np.random.Generator, groups: int
+) -> None:
+    """Against FP64, and rows in one pass as rows alone. No shared expert."""
+    rig = moe_rig(gpu, rng, KINDS["bf16"], num_experts=8, shared_expert_intermediate_size=0)
+    rig.config = dataclasses.replace(
+        rig.config, scoring_func="sigmoid", use_routing_bias=True, n_group=groups, topk_group=max(1, groups // 2),
+        routed_scaling_factor=2.5,
+    )  # fmt: skip
+    bias = (0.3 * rng.standard_normal(8)).astype(np.float32)
+    rig.weights = dataclasses.replace(rig.weights, correction_bias=F32Weight(upload(gpu, bias), (8,)))
+    x = rows_of(rng, rig, 6)
+    with rig.layer() as layer:
+        assert layer.rows_in_one_pass
+        together = rig.run(layer, x)
+        logits = rig.logits(6).astype(np.float64)
+        for row, alone in enumerate(x):
+            assert rig.run(layer, alone).tobytes() == together[row].tobytes()
+    for row, out in enumerate(together):
+        scores = 1 / (1 + np.exp(-logits[row]))
+        choice = scores + bias
+        worth = np.sort(choice.reshape(groups, -1), axis=1)[:, -2:].sum(axis=1)
+        closed = np.argsort(-worth)[max(1, groups // 2) :]
+        choice[np.isin(np.arange(8) // (8 // groups), closed)] = -np.inf
+        chosen = np.argsort(-choice)[:3]
+        value = np.zeros(rig.config.hidden_size)
+        for e in chosen:
+            gate, up, down = rig.experts[e] or ()
+            g = gate @ x[row].astype(np.float64)
+            value += (
+                2.5 * scores[e] / scores[chosen].sum() * (down @ (g / (1 + np.exp(-g)) * (up @ x[row].astype(float))))
+            )
+        assert np.linalg.norm(out.astype(np.float64) - value) < 0.02 * np.linalg.norm(value)
 
 
 def test_routers_of_another_kind_are_refused(gpu: GpuBackend, rng: np.random.Generator) -> None:

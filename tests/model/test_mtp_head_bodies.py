@@ -109,6 +109,22 @@ def test_batches_and_graphs_give_the_same_bits(gpu: GpuBackend, rng: np.random.G
     assert len(graph.head.propose_graphs) > 0
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_embedding_for_the_verify_is_the_targets(gpu: GpuBackend, rng: np.random.Generator, graph: bool) -> None:
+    """Whatever table the module drafts with; and no id is drafted that the target's lacks."""
+    kind = KINDS["own tables"]
+    arrays = body_arrays(rng, kind)
+    arrays["embed_tokens"] = arrays["embed_tokens"][:150]
+    rig = rig_of(gpu, rng, kind, ModelLevers(propose_graph=graph), arrays)
+    assert (rig.head.embed_rows, rig.head.draft_vocab) == (203, 150)
+    staged, state = gpu.alloc(2 * rig.head.h), rig.state()
+    for turn in range(3):
+        assert rig.propose(state, 7, a_hidden(rig, rng), 5 + turn, 1, draft_embed_target=staged) == [0]
+        token = rig.head.read_deferred_draft_token(gpu)
+        assert download(gpu, staged, (rig.head.h,)).tobytes() == arrays["embed_tokens"][token].tobytes()
+        rig.head.after_verify(0, state, rig.stream)
+
+
 @pytest.mark.parametrize("form", [BF16_MOE, FP8_MOE, NVFP4_MOE, *GENERIC], ids=str)
 @pytest.mark.parametrize("name", ["minimax_m2", "glm4_moe"])
 def test_every_quantisation(

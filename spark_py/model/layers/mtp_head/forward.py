@@ -266,7 +266,7 @@ class MtpHeadForward(MtpHeadAttention):
             self.gpu,
             self.embed_from_argmax_k,
             picked,
-            self.embed_tokens,
+            self.target_embed_tokens,
             target,
             self.draft_token_id_dev,
             self.h,

@@ -89,6 +89,8 @@ class MtpHeadNew(MtpHeadKernels):
         h, nq = config.hidden_size, config.num_attention_heads
         nkv, hd = config.num_key_value_heads, config.head_dim
         inter, shared_inter = ffn_widths(config, weights.dense_ffn is not None, body)
+        # The verify reads the last draft's embedding from the target's table, whatever table the drafts are made with.
+        self.target_embed_tokens = embed_tokens
         embed_tokens, lm_head = weights.embed_tokens or embed_tokens, weights.lm_head or lm_head
         _check_dimensions(h, nq, nkv, hd, (inter, shared_inter), quant, lm_head)
 
@@ -118,7 +120,8 @@ class MtpHeadNew(MtpHeadKernels):
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
         self.embed_rows = embed_tokens.rows_of("embed_tokens", config.vocab_size, h)
         lm_head_rows = lm_head.rows_of("lm_head", config.vocab_size, h)
-        full = min(config.vocab_size, self.embed_rows, lm_head_rows)
+        target_rows = self.target_embed_tokens.rows_of("the target's embed_tokens", config.vocab_size, h)
+        full = min(config.vocab_size, self.embed_rows, target_rows, lm_head_rows)
         self.draft_vocab = min(self.mtp_vocab_size or full, full)
         # Decided once, so that a captured propose never sees another kernel than the next.
         self.gemv_sw = levers.gemv_sw
