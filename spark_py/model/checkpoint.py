@@ -20,7 +20,10 @@ from .mtp_factory import HeadFactory, MtpFactory
 from .mtp_modules_factory import MtpModulesFactory
 from .proposer_factory import ProposerFactory
 from .row_policy import RowPolicy
-from .target import BLOCK_SIZE, DecoderTarget, Target, load_target_weights
+from .target import BLOCK_SIZE, DecoderTarget, DeepseekV4Target, Target, load_target_weights
+from .target.deepseek_v4 import check_v4_offered
+from .v4_factory import V4MtpFactory
+from .weight_loader import load_v4_target_weights
 
 __all__ = ["FAMILIES", "Checkpoint", "Family", "ProposerFactory", "check_family", "family_of", "open_checkpoint"]
 
@@ -61,6 +64,17 @@ def _decoder(
     return Checkpoint(config, target, factory(folder, store, config, gpu, weights, max_seq_len, blocks, stack))
 
 
+def _deepseek_v4(folder: Path, gpu: GpuBackend, max_seq_len: int, stack: ExitStack, max_seqs: int) -> Checkpoint:
+    """Sliding-window layers with hyper-connections, and the MTP module that reads their streams."""
+    config = _config(folder)
+    check_v4_offered(config)
+    store = stack.enter_context(WeightStore.open(folder))
+    weights = load_v4_target_weights(store, config, gpu)
+    buffers = stack.enter_context(BufferArena(config, BATCH_TOKENS, max_seq_len, BLOCK_SIZE, max_seqs, gpu))
+    target = stack.enter_context(DeepseekV4Target(weights, config, gpu, buffers, max_seqs))
+    return Checkpoint(config, target, V4MtpFactory(store, config, gpu, weights, max_seq_len, stack))
+
+
 def _config(folder: Path) -> ModelConfig:
     config = ModelConfig.from_file(folder)
     if config.unknown:
@@ -97,6 +111,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_next": _QWEN,
         "qwen3_next_moe": _QWEN,
         "minimax_m2": Family(_minimax_m2, frozenset({"minimax_m2"}), quantizes=True, several_modules=True),
+        "deepseek_v4": Family(
+            _deepseek_v4, frozenset({"deepseek_v4"}), row_policy=RowPolicy.VERIFIED, hidden_modes=True
+        ),
     }
 )
 """By the name that the command line has for it. Families have a demo checkpoint each."""
