@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from spark_py.model import weight_loader
-from spark_py.model.layers.deepseek_v4 import V4Attention, V4Ffn, V4HyperConnections, V4Layer
+from spark_py.model.layers.deepseek_v4 import V4Attention, V4Ffn, V4HyperConnections, V4Layer, V4Shapes
 from spark_py.model.weight_loader import deepseek_v4, deepseek_v4_names, deepseek_v4_upload, upload
-from spark_py.model.weight_loader.deepseek_v4 import load_v4_mtp_weights, load_v4_target_weights, v4_shapes
+from spark_py.model.weight_loader.deepseek_v4 import load_v4_mtp_weights, load_v4_target_weights
 from spark_py.runtime import open_backend
 from spark_py.runtime.errors import SparkError, UnsupportedError
 from spark_py.runtime.gpu import GpuBackend
@@ -45,7 +45,7 @@ def test_loader(check: Callable[[Loader, GpuBackend, Path], None], gpu: GpuBacke
 def test_the_published_module_has_1575_tensors() -> None:
     """At the published sizes: those that are listed by hand, and a scale for each that is quantised."""
     config = files.CONFIG | FLASH
-    shapes = v4_shapes(files.config(config))
+    shapes = V4Shapes.of(files.config(config))
     names = deepseek_v4_names
     mine = [*names.mtp_tensors(shapes), *names.block_tensors(shapes, "mtp.0.", hashed=False)]
     mine += names.expert_tensors(shapes, "mtp.0.")
@@ -58,7 +58,7 @@ def test_the_published_module_has_1575_tensors() -> None:
 def test_a_block_of_loaded_weights_is_the_models(gpu: GpuBackend, tmp_path: Path, rng: np.random.Generator) -> None:
     """One token through the module's block: every format of the files on its way to a product."""
     config, tensors = files.config(), files.published(rng, target=False)
-    shapes, prefix = v4_shapes(config), "mtp.0."
+    shapes, prefix = V4Shapes.of(config), "mtp.0."
     state = rng.standard_normal((1, config.hc_mult, config.hidden_size)).astype(F32)
     pages = Pages.scatter(rng, [1])
     with (
@@ -96,12 +96,12 @@ def test_a_module_with_a_hash_router_is_refused(gpu: GpuBackend, tmp_path: Path,
         module, target = load_v4_mtp_weights(store, config, gpu), load_v4_target_weights(store, config, gpu)
         ffn = replace(module.block.ffn, router=target.blocks[0].ffn.router)
         with pytest.raises(UnsupportedError, match=r"mtp\.0\.ffn\.gate\.tid2eid"):
-            replace(module, block=replace(module.block, ffn=ffn)).check(v4_shapes(config), "mtp.0")
+            replace(module, block=replace(module.block, ffn=ffn)).check(V4Shapes.of(config), "mtp.0")
 
 
 def test_a_shared_expert_of_another_width_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="width of the shared expert is 128"):
-        v4_shapes(files.config(n_shared_experts=2))
+        V4Shapes.of(files.config(n_shared_experts=2))
 
 
 # Name -> the check that catches it, module, and what is changed in it.

@@ -159,6 +159,9 @@ def refused(
 def check_published(loader: Loader, gpu: GpuBackend, folder: Path) -> None:
     """The module, and then the target, of a folder as published; each reads its own tensors and no others."""
     tensors = files.published(np.random.default_rng(1))
+    for name in (f"{MTP}e_proj.scale", f"{MTP}ffn.experts.4.w2.scale", "layers.1.attn.wkv.scale"):
+        scale = tensors[name][0].view(np.uint8)
+        scale[...] = np.resize(np.array([0, 1, 254, 126, 127, 128], np.uint8), scale.shape)
     with opened(folder, tensors) as store:
         mine = {name for name in tensors if name.startswith(MTP)}
         weights = loader.mtp(store, files.config(), gpu)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .deepseek_v4 import has_v4_mtp, load_v4_mtp_weights, load_v4_target_weights, v4_shapes
+from .deepseek_v4 import has_v4_mtp, load_v4_mtp_weights, load_v4_target_weights
 from .dequant_plan import HostWeight, WeightFormat, WeightPlan, check_scales_applied, plan_weight, read_weight
 from .mtp_modules import free_copied_modules, load_mtp_modules, modules_present
 from .mtp_names import mtp_tensor_shapes
@@ -32,5 +32,4 @@ __all__ = [
     "plan_weight",
     "read_weight",
     "upload_weights",
-    "v4_shapes",
 ]

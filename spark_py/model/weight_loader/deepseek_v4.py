@@ -32,7 +32,7 @@ from . import deepseek_v4_names as names
 from .deepseek_v4_upload import V4Loaded, V4Plans
 from .dequant_plan import check_scales_applied
 
-__all__ = ["has_v4_mtp", "load_v4_mtp_weights", "load_v4_target_weights", "v4_shapes"]
+__all__ = ["has_v4_mtp", "load_v4_mtp_weights", "load_v4_target_weights"]
 
 _BF16 = 2  # bytes
 _DSPARK = re.compile(r"(model\.)?mtp\.\d+\.(main_proj|markov_head)\b")
@@ -40,16 +40,13 @@ _MTP_HINT = "the checkpoint lacks (part of) its MTP module: take one that was sa
 _LISTED = 12
 
 
-def v4_shapes(config: ModelConfig) -> V4Shapes:
-    """`V4Shapes.of`."""
-    return V4Shapes.of(config)
-
-
 def has_v4_mtp(store: WeightStore, config: ModelConfig) -> bool:
     """Whether the checkpoint has an MTP module, as the seed asks: one is configured, and its enorm is there.
     UnsupportedError where the tensors under its prefix are a DSpark drafter's."""
     _refuse_dspark(store)
-    enorm = next(tensor for tensor in names.mtp_tensors(v4_shapes(config)) if tensor.name == f"{names.MTP}enorm.weight")
+    enorm = next(
+        tensor for tensor in names.mtp_tensors(V4Shapes.of(config)) if tensor.name == f"{names.MTP}enorm.weight"
+    )
     return config.num_mtp_modules > 0 and bool(names.found_names(store, [enorm]))
 
 
@@ -66,7 +63,7 @@ def load_v4_mtp_weights(store: WeightStore, config: ModelConfig, gpu: GpuBackend
     _refuse_dspark(store)
     if config.num_mtp_modules > 1:
         raise UnsupportedError(f"{config.num_mtp_modules} MTP modules are configured: this head has one")
-    shapes = v4_shapes(config)
+    shapes = V4Shapes.of(config)
     tensors, stacked = _block(store, shapes, names.MTP, hashed=False)
     loaded = _load(store, gpu, config, [names.mtp_tensors(shapes), tensors], "mtp.", _MTP_HINT)
     weights = V4MtpWeights(
@@ -91,7 +88,7 @@ def load_v4_target_weights(store: WeightStore, config: ModelConfig, gpu: GpuBack
     for layer, kind in enumerate(config.layer_types):
         if kind != SLIDING_ATTENTION:
             raise UnsupportedError(f"layer {layer} has {kind}: {SLIDING_ATTENTION}, without a compressor, is offered")
-    shapes, count = v4_shapes(config), range(config.num_hidden_layers)
+    shapes, count = V4Shapes.of(config), range(config.num_hidden_layers)
     prefixes = [f"layers.{layer}." for layer in count]
     hashed = [layer < config.num_hash_layers for layer in count]
     blocks = [_block(store, shapes, prefix, hash_) for prefix, hash_ in zip(prefixes, hashed, strict=True)]
