@@ -12,7 +12,8 @@ from spark_py.model.layers.hidden_mode import HiddenMode
 from spark_py.model.levers import ModelLevers
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.kv_cache import KvCacheDtype
-from spark_py.testing import BF16, Array, f64, relative_l2
+from spark_py.testing import BF16, Array, f64
+from tests.model.support import relative_l2
 from tests.model.v4_mtp_support import MODES, Oracle, Rig, Text, equal_streams, make_rig
 
 NEAR = 2.0**-6
