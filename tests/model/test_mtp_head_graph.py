@@ -346,6 +346,23 @@ def test_graphs_go_with_their_arena_and_their_head(gpu: GpuBackend, rng: np.rand
     assert len(graphs) == 0
 
 
+def test_graphs_are_not_kept_for_ever(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three kinds of propose and room for two, the one that was used last goes on with its graph."""
+    monkeypatch.setattr(propose_graph, "MAX_GRAPHS", 2)
+    pair, position, replays = twins(gpu, rng, monkeypatch), 1, []
+    for drafts in (1, 1, 2, 2, 1, 3, 1, 2, 2, 2):
+        with gpu.trace() as trace:
+            pair.propose(0, 3, a_hidden(pair.graph, rng), position, drafts)
+        replays.append("launch_graph" in [entry.kind for step in trace.steps for entry in step])
+        pair.verdict(0, drafts)
+        position += drafts + 1
+        assert len(pair.graph.head.propose_graphs._graphs) <= 2
+    assert replays == [False, True, False, True, True, False, True, False, True, True]
+    pair.same_rows()
+
+
 def test_memory_that_a_graph_uses_and_somebody_freed(gpu: GpuBackend, rng: np.random.Generator) -> None:
     rig = make_rig(gpu, rng)
     for _ in range(2):

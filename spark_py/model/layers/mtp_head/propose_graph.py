@@ -34,6 +34,8 @@ __all__ = ["MAX_GRAPH_DRAFTS", "GraphKey", "MtpHeadProposeGraph", "ProposeGraphs
 
 MAX_GRAPH_DRAFTS = 16
 """Drafts of one graph; a propose of more goes draft by draft."""
+MAX_GRAPHS = 128
+"""Graphs that a head holds; of more, those that were used last."""
 _ID_BYTES = 4
 _STEP = struct.Struct("<I4xqi12x")
 _TOKEN = struct.Struct("<I28x")
@@ -148,8 +150,10 @@ class ProposeGraphs:
 
     def run(self, key: GraphKey, work: Callable[[StreamLike], None], stream: StreamLike) -> None:
         """Do on `stream` what `work` queues. It must queue the same for each call with the same key."""
-        graph = self._graphs.get(key)
-        if graph is None and key in self._graphs and not self._failed:
+        graph = None
+        if seen := key in self._graphs:
+            graph = self._graphs[key] = self._graphs.pop(key)  # the last in the dict is the last used
+        if graph is None and seen and not self._failed:
             try:
                 graph = self._graphs[key] = self._capture(work)
             except Exception as error:
@@ -162,8 +166,8 @@ class ProposeGraphs:
             self._gpu.launch_graph(graph, stream)
             return
         work(stream)
-        if key not in self._graphs:
-            self._drop_dead()
+        if not seen:
+            self._make_room()
             self._graphs[key] = None
 
     def _capture(self, work: Callable[[StreamLike], None]) -> GraphHandle:
@@ -181,9 +185,11 @@ class ProposeGraphs:
             raise CaptureStateError("the capture gave no graph")
         return graph
 
-    def _drop_dead(self) -> None:
-        """Destroy the graphs of arenas that are gone."""
-        for key in [key for key in self._graphs if key.arena() is None]:
+    def _make_room(self) -> None:
+        """Destroy the graphs of arenas that are gone, and those that were not used for longest where there are many."""
+        gone = [key for key in self._graphs if key.arena() is None]
+        living = [key for key in self._graphs if key.arena() is not None]
+        for key in gone + living[: max(0, len(living) + 1 - MAX_GRAPHS)]:
             self._gpu.destroy_graph(self._graphs.pop(key) or GraphHandle(0))
 
     def release(self) -> None:
