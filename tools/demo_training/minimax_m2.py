@@ -230,6 +230,7 @@ def config(s: Settings) -> dict[str, Any]:
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
         "rotary_dim": int(s.rotary_factor * s.head_dim),
+        "partial_rotary_factor": s.rotary_factor,  # the same; transformers before 5.24 does not read rotary_dim
         "attention_dropout": 0.0,
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",
