@@ -9,7 +9,7 @@ rows, and of all of them, is held to that spread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,11 +69,16 @@ def opened(gpu: GpuBackend, folder: Path) -> Iterator[tuple[V4TargetWeights, V4S
 
 
 def run_layer(
-    gpu: GpuBackend, weights: V4TargetWeights, shapes: V4Shapes, index: int, rng: np.random.Generator
+    gpu: GpuBackend,
+    weights: V4TargetWeights,
+    shapes: V4Shapes,
+    index: int,
+    rng: np.random.Generator,
+    lengths: Sequence[int] = tuple(sorted(v4.LENGTHS, reverse=True)),
 ) -> list[Array]:
-    """Streams [length, S, h] of sequences of v4.LENGTHS, each in blocks at random and in step with the others."""
+    """Streams [length, S, h] of sequences of `lengths`, the longest first, each in blocks at random and in step with
+    the others."""
     given, block = v4.streams(index), weights.blocks[index]
-    lengths = sorted(v4.LENGTHS, reverse=True)
     pages, count = Pages.scatter(rng, lengths), len(lengths)
     found: list[list[Array]] = [[] for _ in lengths]
     token_ids = gpu.alloc(4 * count, "parity.token_ids")
@@ -219,6 +224,7 @@ def test_the_modes_differ(arrays: dict[str, Array]) -> None:
     assert (one != two).mean() > 0.05
 
 
+LONGEST = v4.LENGTHS[-1:]
 SHAPE_FAULTS: dict[str, Any] = {
     "a window of one row less": ("attention", {"window": v4.WINDOW - 1}),
     "a window of one row more": ("attention", {"window": v4.WINDOW + 1}),
@@ -234,6 +240,7 @@ SHAPE_FAULTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("fault", SHAPE_FAULTS)
 def test_a_fault_of_shape_is_seen(
     gpu: GpuBackend, backend_name: str, folder: Path, arrays: dict[str, Array], rng: np.random.Generator, fault: str
@@ -244,7 +251,7 @@ def test_a_fault_of_shape_is_seen(
     with opened(gpu, folder) as (weights, shapes):
         shapes = replace(shapes, **{part: replace(getattr(shapes, part), **change)})
         with pytest.raises(AssertionError):
-            check_layer(arrays, 1, run_layer(gpu, weights, shapes, 1, rng))
+            check_layer(arrays, 1, run_layer(gpu, weights, shapes, 1, rng, LONGEST))
 
 
 def transposed(fn: Array) -> Array:
@@ -267,6 +274,7 @@ TENSOR_FAULTS: dict[str, Any] = {
 """Tensors of a layer that are taken in another way: what a loader may do wrong."""
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("fault", TENSOR_FAULTS)
 def test_a_fault_of_tensors_is_seen(
     gpu: GpuBackend, backend_name: str, tmp_path: Path, arrays: dict[str, Array], rng: np.random.Generator, fault: str
@@ -282,7 +290,7 @@ def test_a_fault_of_tensors_is_seen(
         tensors[f"layers.1.{name}"] = np.ascontiguousarray(change(tensors[f"layers.1.{name}"]))
     v4.write(tmp_path, tensors)
     with opened(gpu, tmp_path) as (weights, shapes), pytest.raises(AssertionError):
-        check_layer(arrays, 1, run_layer(gpu, weights, shapes, 1, rng))
+        check_layer(arrays, 1, run_layer(gpu, weights, shapes, 1, rng, LONGEST))
 
 
 def test_the_fixture_says_what_made_it() -> None:
