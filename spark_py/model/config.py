@@ -36,6 +36,8 @@ MODEL_TYPES = {
 """model_type of a config.json, or of its text_config, and the family it stands for."""
 
 _MTP_MODULES = ("num_mtp_modules", "mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+_BIASED = ("glm4_moe",)
+"""Families whose attention may have biases: of a draft head alone, since they have no target here."""
 _IGNORE_LISTS = ("ignore", "ignored_layers", "ignore_modules", "modules_to_not_convert", "exclude_modules")
 """Names that compressed-tensors, Hugging Face's FP8 and modelopt have for one and the same list."""
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -267,7 +269,7 @@ def _check(r: ConfigReader, c: ModelConfig) -> None:
         raise r.bad("rotary_dim", rotary, f"an even number from 2 to head_dim = {c.head_dim} is needed")
     if c.hidden_act != "silu":
         raise r.bad("hidden_act", c.hidden_act, "only silu is offered")
-    if c.attention_bias:
+    if c.attention_bias and r.family not in _BIASED:
         raise r.bad("attention_bias", True, "projections with a bias are not offered")
     if not math.isfinite(c.rope_theta):
         raise r.bad("rope_theta", c.rope_theta, "a finite number is needed")

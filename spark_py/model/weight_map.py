@@ -259,11 +259,11 @@ class MtpWeights:
     `experts`, one each. Which of the two decides `dense_ffn is None`.
 
     Other families, as HeadBody says: `q_proj` [nq * hd, h] without gates; `q_norm` [nq * hd] and `k_norm` [nkv * hd],
-    or none; `correction_bias` FP32 [E]; no `shared_expert`, or one without its gate. `embed_tokens` and `lm_head`
-    [V, h] are the module's own; None where they are the target's.
+    or none; biases of the three projections, as wide as their outputs; `correction_bias` FP32 [E]; no `shared_expert`,
+    or one without its gate. `embed_tokens` and `lm_head` [V, h] are the module's own; None where they are the target's.
 
-    All is BF16, but for the bias, and for projections that a checkpoint has in block-scaled E4M3 and that stay so in an
-    FP8 head. Norms, router and shared gate are always BF16.
+    All is BF16, but for `correction_bias`, and for projections that a checkpoint has in block-scaled E4M3 and that stay
+    so in an FP8 head. Norms, biases, router and shared gate are always BF16.
     """
 
     pre_fc_norm_embedding: DenseWeight
@@ -284,5 +284,8 @@ class MtpWeights:
     shared_expert_gate: DenseWeight | None = None
     experts: Sequence[DenseExpertWeight | Fp8ExpertWeight] = ()
     correction_bias: F32Weight | None = None
+    q_bias: DenseWeight | None = None
+    k_bias: DenseWeight | None = None
+    v_bias: DenseWeight | None = None
     embed_tokens: DenseWeight | None = None
     lm_head: DenseWeight | None = None

@@ -45,6 +45,7 @@ KINDS = {
     "no norm of q and k": Kind(HeadBody(qk_norm=QkNorm.NONE)),
     "plain norm weights": Kind(HeadBody(norm=NormConvention.PLAIN)),
     "hidden row first": Kind(HeadBody(hidden_first=True)),
+    "biases": Kind(HeadBody(gated=False, qkv_bias=True)),
     "chain after the norm": Kind(HeadBody(chain_after_norm=True)),
     "full RoPE": Kind(HeadBody(), {"rotary_dim_field": 32}),
     "own tables": Kind(HeadBody(), own_tables=True),
@@ -71,6 +72,10 @@ def body_arrays(rng: np.random.Generator, kind: Kind) -> dict[str, Array]:
             arrays[name] = (0.5 * rng.standard_normal(elements)).astype(BF16)
         elif body.qk_norm is QkNorm.NONE:
             del arrays[name]
+    if body.qkv_bias:
+        arrays |= {
+            f"{part}_bias": rng.standard_normal(n).astype(BF16) for part, n in zip("qkv", (q, kv, kv), strict=True)
+        }
     if body.shared_expert is not SharedExpert.GATED:
         arrays.pop("shared_expert_gate", None)
     if body.shared_expert is SharedExpert.NONE:
@@ -136,9 +141,12 @@ class BodyOracle(Oracle):
 
     def append(self, normed: Array, position: int) -> None:
         nkv = self.c.num_key_value_heads
-        k = self.heads(self.w["k_proj"] @ normed, "k_norm", nkv)
+        k = self.heads(self.project("k", normed), "k_norm", nkv)
         self.keys.append(self.stored(self.turn(k, position)))
-        self.values.append(self.stored((self.w["v_proj"] @ normed).reshape(nkv, self.c.head_dim)))
+        self.values.append(self.stored(self.project("v", normed).reshape(nkv, self.c.head_dim)))
+
+    def project(self, part: str, normed: Array) -> Array:
+        return self.w[f"{part}_proj"] @ normed + (self.w[f"{part}_bias"] if self.body.qkv_bias else 0.0)
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
         """(experts, weights): by softmax, or by sigmoid with the bias in the choice and not in the weights."""
@@ -180,7 +188,7 @@ class BodyOracle(Oracle):
         c, nq = self.c, self.c.num_attention_heads
         x, normed = self.body_input(token, hidden)
         self.append(normed, position)
-        projected = (self.w["q_proj"] @ normed).reshape(nq, -1, c.head_dim)
+        projected = self.project("q", normed).reshape(nq, -1, c.head_dim)
         q = self.turn(self.heads(projected[:, 0], "q_norm", nq), position)
         k, v = np.stack(self.keys, axis=1), np.stack(self.values, axis=1)
         out = []

@@ -56,6 +56,7 @@ RAW = {
         "topk_group": 2,
         "routed_scaling_factor": 1.5,
         "use_qk_norm": True,
+        "attention_bias": True,
         "num_nextn_predict_layers": 3,
     },
 }
@@ -69,6 +70,7 @@ _WITHIN = {
     "post_attn_layernorm": "post_attention_layernorm.weight",
     **{f"{part}_proj": f"self_attn.{part}_proj.weight" for part in "qkvo"},
     **{f"{part}_norm": f"self_attn.{part}_norm.weight" for part in "qk"},
+    **{f"{part}_bias": f"self_attn.{part}_proj.bias" for part in "qkv"},
     "own.embed_tokens": "embed_tokens.weight",
     "own.lm_head": "shared_head.head.weight",
 }

@@ -102,6 +102,7 @@ def test_glm_4_5() -> None:
     assert MoeRouting.of(c) == MoeRouting(True, True, True, n_group=8, topk_group=4, scaling_factor=2.5)
     body = HeadBody(False, QkNorm.PER_HEAD, NormConvention.PLAIN, SharedExpert.PLAIN, chain_after_norm=True)
     assert HeadBody.of(c) == body
+    assert HeadBody.of(ModelConfig.from_dict(GLM | {"attention_bias": True})) == replace(body, qkv_bias=True)
     bare = {name: value for name, value in GLM.items() if name not in ("partial_rotary_factor", "use_qk_norm")}
     c = ModelConfig.from_dict(bare | {"n_shared_experts": 0, "mtp_hidden_states_first": True})
     assert c.rotary_dim() == 64
@@ -131,7 +132,7 @@ def test_qwen_is_the_default() -> None:
         (GLM | {"scoring_func": "softmax"}, "scoring_func"),
         (GLM | {"topk_method": "greedy"}, "topk_method"),
         (GLM | {"n_group": 0}, "n_group"),
-        (GLM | {"attention_bias": True}, "attention_bias"),
+        (MINIMAX | {"attention_bias": True}, "attention_bias"),
     ],
 )
 def test_bad_fields_are_named(raw: dict[str, Any], field: str) -> None:

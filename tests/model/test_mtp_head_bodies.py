@@ -19,7 +19,7 @@ from spark_py.model.layers.moe_routing import MoeRouter
 from spark_py.model.layers.mtp_head import HeadBody, MtpHead, MtpQuantization, NormConvention, QkNorm, SharedExpert
 from spark_py.model.levers import ModelLevers
 from spark_py.ops.residual_add import sigmoid_gate_mul
-from spark_py.runtime.errors import InvalidArgumentError
+from spark_py.runtime.errors import InvalidArgumentError, UnsupportedError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
 from tests.model.bodies_support import KINDS, TABLES, BodyOracle, Kind, body_arrays, body_weights
 from tests.model.mtp_forms import FUSED, Form, make_form
@@ -214,6 +214,10 @@ def _half_a_gate(rig: Rig) -> None:
     layer.weights = replace(layer.weights, shared_expert_gate=dense(rig.gpu, np.zeros((1, rig.head.h), BF16)))
 
 
+def _without(name: str) -> Callable[[Rig], None]:
+    return lambda rig: setattr(rig.head, name, None)
+
+
 def _targets_tables(rig: Rig) -> None:
     rig.head.embed_tokens, rig.head.lm_head = (dense(rig.gpu, rig.arrays[name]) for name in TABLES)
 
@@ -229,6 +233,9 @@ FAULTS: dict[str, tuple[str, Callable[[Rig], None]]] = {
     "chain before the norm": ("chain after the norm", _body(chain_after_norm=False)),
     "chain after the norm": ("ungated", _body(chain_after_norm=True)),
     "half the RoPE": ("full RoPE", lambda rig: setattr(rig.head, "rotary_dim", 16)),
+    "no bias of queries": ("biases", _without("q_bias")),
+    "no bias of keys": ("biases", _without("k_bias")),
+    "no bias of values": ("biases", _without("v_bias")),
     "the target's tables": ("own tables", _targets_tables),
     "gate of a shared expert without": ("plain shared expert", _half_a_gate),
     "softmax for sigmoid": ("sigmoid", _router(sigmoid=False)),
@@ -270,6 +277,8 @@ def test_a_fault_is_seen(gpu: GpuBackend, rng: np.random.Generator, fault: str) 
         ("sigmoid", {"body": HeadBody(shared_expert=SharedExpert.PLAIN)}, "mtp shared_expert_gate .*is plain"),
         ("biased", {"config": {"use_routing_bias": False}}, "correction_bias .*the routing has none"),
         ("sigmoid", {"config": {"use_routing_bias": True}}, "correction_bias is None: the routing has one"),
+        ("biases", {"body": HeadBody(gated=False)}, "mtp q_bias .*None: the body has no biases"),
+        ("ungated", {"body": HeadBody(gated=False, qkv_bias=True)}, "mtp q_bias is None: needed by the body"),
         ("sigmoid", {"config": {"n_group": 4}}, "n_group is 4"),
         ("glm4_moe", {"config": {"topk_group": 5}}, "topk_group is 5"),
     ],
@@ -292,6 +301,11 @@ def test_a_bias_of_another_shape_is_refused(gpu: GpuBackend, rng: np.random.Gene
     arrays = body_arrays(rng, kind) | {"correction_bias": np.zeros(5, np.float32)}
     with pytest.raises(InvalidArgumentError, match=r"correction_bias is \(5,\)"):
         rig_of(gpu, rng, kind, arrays=arrays)
+
+
+def test_biases_beside_gates_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="gates"):
+        HeadBody(qkv_bias=True)
 
 
 def test_none_takes_the_familys_body(gpu: GpuBackend, rng: np.random.Generator) -> None:

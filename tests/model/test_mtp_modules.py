@@ -168,7 +168,7 @@ def test_other_families_have_no_names(gpu: GpuBackend, rng: np.random.Generator,
 # ---------------------------------------------------------------- what else a module has
 
 
-@pytest.mark.parametrize("name", ["self_attn.q_proj.bias", "self_attn.sinks", "shared_head.norm.bias", "norm.weight"])
+@pytest.mark.parametrize("name", ["self_attn.o_proj.bias", "self_attn.sinks", "shared_head.norm.bias", "norm.weight"])
 def test_tensors_that_would_change_the_others_are_refused(
     gpu: GpuBackend, rng: np.random.Generator, tmp_path: Path, name: str
 ) -> None:

@@ -84,6 +84,10 @@ def decoder_layer_shapes(config: ModelConfig, prefix: str, sparse: bool) -> Name
         whole = body.qk_norm is QkNorm.WHOLE
         shapes["q_norm"] = (f"{attention}q_norm.weight", (q if whole else hd,))
         shapes["k_norm"] = (f"{attention}k_norm.weight", (kv if whole else hd,))
+    if body.qkv_bias:
+        shapes |= {
+            f"{part}_bias": (f"{attention}{part}_proj.bias", (n,)) for part, n in zip("qkv", (q, kv, kv), strict=True)
+        }
     if sparse:
         return shapes | {"moe_gate": (f"{prefix}{_mixture(config).router}", (config.num_experts, h))}
     return shapes | ffn_tensor_shapes(f"{prefix}mlp.", config.intermediate_size, h)

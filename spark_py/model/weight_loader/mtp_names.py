@@ -30,14 +30,15 @@ DENSE, ROUTER = f"{MLP}gate_proj.weight", f"{MLP}gate.weight"
 STACKED = (f"{MLP}experts.gate_up_proj", f"{MLP}experts.down_proj")
 """All routed experts in two tensors, without `.weight`."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_PLAIN = frozenset({"moe_gate", "shared_expert_gate"})
+_PLAIN = frozenset({"moe_gate", "shared_expert_gate", "q_bias", "k_bias", "v_bias"})
 
 Named: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
 """Field -> (name in the checkpoint, shape)."""
 
 
 def is_plain(field: str) -> bool:
-    """Whether a field of MtpWeights is read as plain BF16 in every checkpoint: norms, router and shared gate."""
+    """Whether a field of MtpWeights is read as plain BF16 in every checkpoint: norms, biases, router and shared
+    gate."""
     return "norm" in field or field in _PLAIN
 
 

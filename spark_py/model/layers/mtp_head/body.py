@@ -37,7 +37,8 @@ class HeadBody:
     """A head's shape beyond its sizes. What the configuration says in numbers (RoPE, routing, widths) is not here.
 
     gated: the query projection has a gate a head, whose sigmoid weighs the attention's output. hidden_first: the first
-    columns of `fc` act on the hidden row, not on the embedding. chain_after_norm: the next draft, or module, goes on
+    columns of `fc` act on the hidden row, not on the embedding. qkv_bias: the three projections of attention have a
+    bias each, which a head with gates has not. chain_after_norm: the next draft, or module, goes on
     from the row behind the final norm; else from the residual stream, as the engine does.
     """
 
@@ -47,6 +48,11 @@ class HeadBody:
     shared_expert: SharedExpert = SharedExpert.GATED
     hidden_first: bool = False
     chain_after_norm: bool = False
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.qkv_bias and self.gated:
+            raise UnsupportedError("a head with gates whose query projection has a bias is not offered")
 
     @classmethod
     def of(cls, config: ModelConfig) -> HeadBody:
@@ -66,6 +72,7 @@ class HeadBody:
             shared_expert=SharedExpert.GATED if qwen else shared,
             hidden_first=config.mtp_hidden_states_first,
             chain_after_norm=_CHAIN_AFTER_NORM.get(config.model_type, False),
+            qkv_bias=config.attention_bias,
         )
 
 

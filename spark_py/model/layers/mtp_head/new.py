@@ -113,6 +113,9 @@ class MtpHeadNew(MtpHeadKernels):
         self.post_attn_layernorm = weights.post_attn_layernorm
         self.norm = weights.norm
         self.q_norm, self.k_norm = weights.q_norm, weights.k_norm
+        for name, heads in (("q_bias", nq), ("k_bias", nkv), ("v_bias", nkv)):
+            _check_bias(f"mtp {name}", getattr(weights, name), heads * hd, body.qkv_bias)
+        self.q_bias, self.k_bias, self.v_bias = weights.q_bias, weights.k_bias, weights.v_bias
         self.moe_gate = weights.moe_gate
         self.shared_expert_gate = weights.shared_expert_gate or DenseWeight.null()
 
@@ -304,6 +307,14 @@ def _check_qk_norm(name: str, weight: DenseWeight | None, heads: int, hd: int, k
         raise InvalidArgumentError(name, weight, wanted)
     if weight is not None:
         weight.check_shape(name, heads * hd if kind is QkNorm.WHOLE else hd)
+
+
+def _check_bias(name: str, bias: DenseWeight | None, n: int, needed: bool) -> None:
+    """InvalidArgumentError unless the bias is there where the body has one, and fits."""
+    if (bias is not None) is not needed:
+        raise InvalidArgumentError(name, bias, "needed by the body" if needed else "None: the body has no biases")
+    if bias is not None:
+        bias.check_shape(name, n)
 
 
 def _checked_twin(

@@ -102,6 +102,8 @@ class MtpHeadPrefill(MtpHeadForward):
         self._rms_norm(s.fc_out, self.input_layernorm, s.normed2, c, h, stream)
         self._project(s.normed2, self.k_proj, s.k_out, c, nkv * hd, h, stream)
         self._project(s.normed2, self.v_proj, s.v_out, c, nkv * hd, h, stream)
+        self._add_bias(s.k_out, self.k_bias, c, nkv * hd, stream)
+        self._add_bias(s.v_out, self.v_bias, c, nkv * hd, stream)
         self._norm_keys(s.k_out, c, stream)
         positions = np.arange(position, position + c, dtype="<u4")
         slots = np.array([self._slot(state, row + r) for r in range(c)], "<i8")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ....ops.dense_gemv_bf16_batchm import dense_gemv_batchm
 from ....ops.gemv import dense_gemv
 from ....ops.gemv_fp8w import dense_gemv_fp8w, dense_gemv_fp8w_batchm
+from ....ops.residual_add import residual_add
 from ....ops.spark_gemv_rows import MAX_ROWS, Projection, spark_gemv_rows
 from ....ops.ssm_preprocess import deinterleave_qg
 from ....ops.w4a16_gemv import w4a16_gemv, w4a16_gemv_batchm, w4a16_gemv_qg, w4a16_gemv_sw
@@ -146,15 +147,31 @@ class MtpHeadProjection(MtpHeadNew):
         self, normed: DevicePtr, q: DevicePtr, k: DevicePtr, v: DevicePtr, stream: StreamLike, rows: int = 1
     ) -> None:
         """q BF16 [rows, q_width], queries before gates, k and v BF16 [rows, nkv, hd]: all in one launch where
-        `_dense_together`, else of one row."""
+        `_dense_together`, else of one row. Biases are added."""
         weights = (self.q_proj, self.k_proj, self.v_proj)
         if not self._dense_together(weights):
             self._project_qg(normed, q, stream)
             self._project_kv(normed, k, v, stream)
+            self._add_biases(q, k, v, 1, stream)
             return
         widths = (self.q_width, self.nkv * self.hd, self.nkv * self.hd)
         projections = [Projection(*each) for each in zip(weights, (q, k, v), widths, widths, strict=True)]
         self._dense_rows(normed, projections, rows, self.h, stream, self.hd if self.body.gated else 0)
+        self._add_biases(q, k, v, rows, stream)
+
+    def _add_biases(self, q: DevicePtr, k: DevicePtr, v: DevicePtr, rows: int, stream: StreamLike) -> None:
+        """The biases of the three projections, where the body has them: q BF16 [rows, nq, hd], k and v
+        [rows, nkv, hd]."""
+        for x, bias, heads in ((q, self.q_bias, self.nq), (k, self.k_bias, self.nkv), (v, self.v_bias, self.nkv)):
+            self._add_bias(x, bias, rows, heads * self.hd, stream)
+
+    def _add_bias(self, x: DevicePtr, bias: DenseWeight | None, rows: int, n: int, stream: StreamLike) -> None:
+        """x BF16 [rows, n] += bias [n], a launch a row."""
+        if bias is None:
+            return
+        for row in range(rows):
+            at = x.offset(row * n * BF16_BYTES)
+            residual_add(self.gpu, self.residual_add_k, at, bias.weight, n, stream)
 
     def _project_gate_up(
         self,
