@@ -73,7 +73,8 @@ def _spark_qk_norm_rope_cache(c: Call) -> None:
 
 
 def _spark_qk_norm_rope_cache_fp8(c: Call) -> None:
-    reference.spark_qk_norm_rope_cache_fp8(*_arguments(c), (c.k_scale, c.v_scale))
+    arguments = *_arguments(c), (c.k_scale, c.v_scale)
+    reference.spark_qk_norm_rope_cache_fp8(*arguments)
 
 
 def _params(dtype: str, *more: ParamSpec) -> tuple[ParamSpec, ...]:

@@ -24,7 +24,8 @@ def _headwise(
     if weight is not None:
         norm = rms_norm if plus else rms_norm_vanilla
         x = norm(x.reshape(-1, x.shape[2]), weight, eps).reshape(x.shape)
-    return rope_forward(x[None], positions[None], rotary_dim, theta)[0]
+    turned: Bf16Array = rope_forward(x[None], positions[None], rotary_dim, theta)[0]
+    return turned
 
 
 def _prepare(

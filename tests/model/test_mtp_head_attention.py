@@ -134,11 +134,13 @@ def test_strides_are_those_of_metadata_that_lies_evenly(gpu: GpuBackend, rng: np
     states = [rig.state() for _ in range(3)]
     metas = rig.head._upload_batch_meta([1, 1, 1], _with_blocks(rig, states), rig.stream)
     words = rig.head.propose_meta_stride // 4
-    assert attention._strides(metas) == (words, words)
-    assert attention._strides(metas[:1]) is None
-    assert attention._strides(metas[::-1]) is None
-    assert attention._strides([metas[0], metas[2], metas[1]]) is None
-    assert attention._strides([metas[0], replace(metas[1], seq_len=metas[1].seq_len.offset(2))]) is None
+    assert attention._strides(metas, *attention._SPLIT) == (words, words)
+    assert attention._strides(metas[:1], *attention._SPLIT) is None
+    assert attention._strides(metas[::-1], *attention._SPLIT) is None
+    assert attention._strides([metas[0], metas[2], metas[1]], *attention._SPLIT) is None
+    assert (
+        attention._strides([metas[0], replace(metas[1], seq_len=metas[1].seq_len.offset(2))], *attention._SPLIT) is None
+    )
 
 
 def _with_blocks(rig: Rig, states: list[Any]) -> list[Any]:

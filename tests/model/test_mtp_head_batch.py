@@ -418,7 +418,7 @@ def test_what_a_pass_launches(
     """Weights are read once for all rows; what a sequence's own cache is for runs once a sequence; ids come back in one
     copy, and block tables go out once a propose. With the engine's kernels and with this project's own."""
     if not own:
-        hide(monkeypatch, gpu, "spark_gemv_rows")
+        hide(monkeypatch, gpu, "spark_gemv_rows", "spark_qk_norm_rope_cache")
     rig, n = make_rig(gpu, rng, levers=BY_STEP), 5
     with gpu.trace() as trace:
         batch_of(rig, rng, n, conf=[])
@@ -426,10 +426,12 @@ def test_what_a_pass_launches(
     assert launched(trace, "gemv::") == 0
     if own:
         assert launched(trace, "spark_gemv_rows::") == 6 * DRAFTS, "fc, Q and K and V, o, gate and up, down, LM head"
-        assert launched(trace, "dense_gemv_bf16_batchm::") == 0
+        assert launched(trace, "dense_gemv_bf16_batchm::") == launched(trace, "rope::") == 0
+        assert launched(trace, "spark_qk_norm_rope_cache::") == DRAFTS
     else:
         assert launched(trace, "dense_gemv_bf16_batchm::") == 9 * DRAFTS, "fc, Q, K, V, o, three of the FFN, LM head"
-    assert launched(trace, "paged_decode::") == launched(trace, "rope::") == n * DRAFTS
+        assert launched(trace, "rope::") == n * DRAFTS
+    assert launched(trace, "paged_decode::") == n * DRAFTS
     assert launched(trace, "argmax::argmax_bf16_batch_lp") == launched(trace, "argmax::") == DRAFTS
     assert sum(entry.kind.startswith("copy_d2h") for entry in entries) == DRAFTS
     slabs = [entry for entry in entries if entry.kind.startswith("copy_h2d") and rig_slab(rig, entry)]
@@ -607,7 +609,11 @@ def shared_row(self: Any, normed: DevicePtr, ctx: Any, stream: StreamLike, row: 
 
 upload_meta, generic = MtpHead._upload_batch_meta, MtpHead.moe_forward_generic
 FAULTS: dict[str, tuple[str, Any, Form]] = {
-    "a norm over rows of [Q | gate]": ("_norm_queries", packed_norm, Form(Q.BF16)),
+    "a norm over rows of [Q | gate]": (
+        "_norm_queries",
+        packed_norm,
+        Form(Q.BF16, hidden=("spark_qk_norm_rope_cache",)),
+    ),
     "one sequence's metadata for all": ("_upload_batch_meta", first_slab, Form(Q.BF16)),
     "block tables that are not uploaded": ("_upload_batch_meta", stale_tables, Form(Q.BF16)),
     "hidden rows taken for one run": ("_copy_rows", one_run, Form(Q.BF16)),

@@ -181,7 +181,7 @@ def _replaced(index: int, value: Callable[[Any], Any]) -> Callable[[Callable[...
     """Change one positional argument."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *a: real(*a[:index], value(a[index]), *a[index + 1 :])
+        return lambda *a, **more: real(*a[:index], value(a[index]), *a[index + 1 :], **more)
 
     return change
 
@@ -208,8 +208,9 @@ PATCHES: dict[str, Patch] = {
     "no gate": _patched("sigmoid_gate_mul", lambda real: _nothing, attention),
     "no softmax scale": _patched("paged_decode_attn", _replaced(14, lambda s: 1.0), attention),
     "a window of one row": _patched("paged_decode_attn", _replaced(16, lambda w: 1), attention),
-    "keys not rotated": _patched("rope", lambda real: _nothing, attention),
-    "rotary half": _patched("rope", _replaced(9, lambda r: r // 2), attention),
+    "keys not normed": _patched("spark_qk_norm_rope_cache", _replaced(6, lambda w: None), attention),
+    "rotary half": _patched("spark_qk_norm_rope_cache", _replaced(17, lambda r: r // 2), attention),
+    "queries not normed": _patched("spark_qk_norm_rope_cache", _replaced(5, lambda w: None), attention),
     "FFN not added": _patched("residual_add", lambda real: _nothing),
     "gate and up swapped": _patched("silu_mul", _swapped(2, 3), ffn),
 }

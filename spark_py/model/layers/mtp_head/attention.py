@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Twin of the attention in `layers/mtp_head/forward.rs`: RoPE, the KV write, attention over the drafter's own rows and
-the gate, for one row or for a row of each of several sequences.
+"""Twin of the attention in `layers/mtp_head/forward.rs`: norms of queries and keys, RoPE, the KV write, attention over
+the drafter's own rows and the gate, for one row or for a row of each of several sequences.
 
+Where the set has `spark_qk_norm_rope_cache`, all before attention is one launch, with the bits of the single kernels.
 Where the set has `spark_paged_decode_split` and the head a size that it takes, attention is split along the sequence
 and all sequences go in one launch; with the engine's kernels alone, sequence by sequence. Which of them is decided with
 the head, so that a row has the same bits alone, in a batch and in a graph.
@@ -14,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ....ops.norm import rms_norm
 from ....ops.paged_decode import paged_decode_attn
 from ....ops.paged_decode_fp8 import paged_decode_attn_fp8
 from ....ops.reshape_and_cache import reshape_and_cache, reshape_and_cache_fp8
@@ -26,11 +28,14 @@ from ....ops.spark_paged_decode_split import (
     sums_bytes,
     takes_head,
 )
+from ....ops.spark_qk_norm_rope_cache import LARGEST_HEAD, spark_qk_norm_rope_cache
 from ....runtime.gpu import DevicePtr, KernelHandle, StreamLike
 from ...layer import AttnMetadataDev
-from ...weight_map import MtpWeights
+from ...weight_map import DenseWeight, MtpWeights
+from .body import QkNorm
 from .ffn import MtpHeadFfn
 from .new import BF16_BYTES, KV_BLOCK_SIZE
+from .types import NormConvention
 
 __all__ = ["KV_SCALE", "MtpHeadAttention"]
 
@@ -38,7 +43,7 @@ KV_SCALE = 1.0
 """Scale of K and V in an FP8 pool: they are stored as they are, saturating at 448."""
 SPLIT_SEQUENCES = 8
 """Sequences of one launch of the split attention, for which there is memory."""
-_I32 = 4
+_SPLIT = (("seq_len", 4), ("block_table", 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,15 @@ class MtpHeadAttention(MtpHeadFfn):
     """Attention of drafter rows."""
 
     split_attention: SplitAttention | None = None
+    spark_qk_norm_rope_cache_k = KernelHandle(0)
 
     def _build(self, weights: MtpWeights, main_kv_blocks: int) -> None:
         super()._build(weights, main_kv_blocks)
+        prepare = "spark_qk_norm_rope_cache"
+        if self.hd <= LARGEST_HEAD:
+            self.spark_qk_norm_rope_cache_k = self.gpu.try_kernel(
+                prepare, prepare if self.kv_bf16 else f"{prepare}_fp8"
+            )
         if not takes_head(self.hd):
             return
         module = "spark_paged_decode_split"
@@ -77,23 +88,76 @@ class MtpHeadAttention(MtpHeadFfn):
         output: DevicePtr,
         stream: StreamLike,
     ) -> None:
-        """output BF16 [n, nq, hd] of queries BF16 [n, q_width], keys and values BF16 [n, nkv, hd], whose rows go into
-        the pool: row i over the sequence of metas[i], times its gates where the body has any."""
-        gpu, nq, nkv, hd = self.gpu, self.nq, self.nkv, self.hd
-        for i, meta in enumerate(metas):
-            q, k, v = self._query(queries, i), self._kv(keys, i), self._kv(values, i)
-            rope(gpu, self.rope_k, q, k, meta.positions, 1, nq, nkv, hd, self.rotary_dim, self.rope_theta, stream)
-            self._write_kv(k, v, meta.slot, 1, stream)
+        """output BF16 [n, nq, hd] of queries BF16 [n, q_width], keys and values BF16 [n, nkv, hd] as they were
+        projected, whose rows go into the pool: row i over the sequence of metas[i], times its gates if any."""
+        self._prepare(queries, keys, values, metas, stream)
         if (split := self.split_attention) is None:
             for i, meta in enumerate(metas):
                 q, out = self._query(queries, i), self._head_row(output, i)
                 self._attention(q, meta, out, stream)
                 self._apply_gate(q, out, stream)
             return
-        step = SPLIT_SEQUENCES if _strides(metas) else 1
+        step = SPLIT_SEQUENCES if _strides(metas, *_SPLIT) else 1
         for first in range(0, len(metas), step):
             some = metas[first : first + step]
             self._attend_split(split, self._query(queries, first), some, self._head_row(output, first), stream)
+
+    def _prepare(
+        self,
+        queries: DevicePtr,
+        keys: DevicePtr,
+        values: DevicePtr,
+        metas: Sequence[AttnMetadataDev],
+        stream: StreamLike,
+    ) -> None:
+        """Queries normed and rotated in place, keys and values in the pool; `keys` are not of use to anybody then."""
+        gpu, nq, nkv, hd, n = self.gpu, self.nq, self.nkv, self.hd, len(metas)
+        strides = (1, 1) if n == 1 else _strides(metas, ("positions", 4), ("slot", 8))
+        whole = self.body.qk_norm is QkNorm.WHOLE
+        if whole or strides is None or not self.spark_qk_norm_rope_cache_k:
+            self._norm_queries(queries, n, stream)
+            self._norm_keys(keys, n, stream)
+        if strides is None or not self.spark_qk_norm_rope_cache_k:
+            for i, meta in enumerate(metas):
+                q, k, v = self._query(queries, i), self._kv(keys, i), self._kv(values, i)
+                rope(gpu, self.rope_k, q, k, meta.positions, 1, nq, nkv, hd, self.rotary_dim, self.rope_theta, stream)
+                self._write_kv(k, v, meta.slot, 1, stream)
+            return
+        kv, layer = self.kv_cache, self.attn_layer_idx
+        norms = (None, None) if whole else (self.q_norm, self.k_norm)
+        spark_qk_norm_rope_cache(
+            gpu, self.spark_qk_norm_rope_cache_k, queries, keys, values, *norms, kv.k_pool_ptr(layer),
+            kv.v_pool_ptr(layer), metas[0].positions, metas[0].slot, *strides, n, nq, nkv, hd, self.rotary_dim,
+            KV_BLOCK_SIZE, self.q_width, kv.cache_stride(layer), self.body.norm is NormConvention.ONE_PLUS_W, self.eps,
+            self.rope_theta, stream, fp8_scales=None if self.kv_bf16 else (KV_SCALE, KV_SCALE),
+        )  # fmt: skip
+
+    def _norm_queries(self, queries: DevicePtr, rows: int, stream: StreamLike) -> None:
+        """The norm of queries, BF16 [rows, q_width]. Where gates lie between, row by row: one launch over all would
+        take gates for queries."""
+        if self.q_norm is None:
+            return
+        step = 1 if self.body.gated else rows
+        for row in range(0, rows, step):
+            at = queries.offset(row * self.q_width * BF16_BYTES)
+            self._norm_heads(at, self.q_norm, step, self.nq, stream)
+
+    def _norm_keys(self, keys: DevicePtr, rows: int, stream: StreamLike) -> None:
+        """The norm of keys, BF16 [rows, nkv, hd]."""
+        if self.k_norm is not None:
+            self._norm_heads(keys, self.k_norm, rows, self.nkv, stream)
+
+    def _norm_heads(self, x: DevicePtr, weight: DenseWeight, rows: int, heads: int, stream: StreamLike) -> None:
+        """The norm of BF16 [rows, heads, hd] in place: of each head, or of each row."""
+        if self.body.qk_norm is QkNorm.WHOLE:
+            self._rms_norm(x, weight, x, rows, heads * self.hd, stream)
+        else:
+            self._rms_norm(x, weight, x, rows * heads, self.hd, stream)
+
+    def _rms_norm(
+        self, source: DevicePtr, weight: DenseWeight, output: DevicePtr, rows: int, width: int, stream: StreamLike
+    ) -> None:
+        rms_norm(self.gpu, self.rms_norm_k, source, weight, output, rows, width, self.eps, stream)
 
     def _query(self, queries: DevicePtr, row: int) -> DevicePtr:
         return queries.offset(row * self.q_width * BF16_BYTES)
@@ -114,7 +178,7 @@ class MtpHeadAttention(MtpHeadFfn):
     ) -> None:
         gpu, nq, nkv, hd, n = self.gpu, self.nq, self.nkv, self.hd, len(metas)
         kv, layer, first = self.kv_cache, self.attn_layer_idx, metas[0]
-        lens_stride, table_stride = _strides(metas) or (1, first.max_blocks_per_seq)
+        lens_stride, table_stride = _strides(metas, *_SPLIT) or (1, first.max_blocks_per_seq)
         spark_paged_decode_split(
             gpu, split.split, queries, kv.k_pool_ptr(layer), kv.v_pool_ptr(layer), split.partial, split.sums,
             first.block_table, first.seq_len, table_stride, lens_stride, n, nq, nkv, hd, KV_BLOCK_SIZE,
@@ -166,15 +230,16 @@ class MtpHeadAttention(MtpHeadFfn):
             )  # fmt: skip
 
 
-def _strides(metas: Sequence[AttnMetadataDev]) -> tuple[int, int] | None:
-    """int32 elements from a sequence's length to the next one's, and from table to table; None where they differ."""
+def _strides(metas: Sequence[AttnMetadataDev], *parts: tuple[str, int]) -> tuple[int, int] | None:
+    """For two parts of the metadata, a name and the bytes of an element, how many elements lie from a sequence's to the
+    next one's. None for fewer than two sequences, and where they do not lie evenly."""
     if len(metas) < 2:
         return None
     found = []
-    for pick in ("seq_len", "block_table"):
+    for pick, element in parts:
         at = [getattr(meta, pick).address for meta in metas]
         step = at[1] - at[0]
-        if step <= 0 or step % _I32 or any(b - a != step for a, b in itertools.pairwise(at)):
+        if step <= 0 or step % element or any(b - a != step for a, b in itertools.pairwise(at)):
             return None
-        found.append(step // _I32)
+        found.append(step // element)
     return found[0], found[1]

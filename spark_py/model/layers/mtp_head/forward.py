@@ -11,7 +11,7 @@ import numpy as np
 
 from ....ops.argmax import argmax_bf16
 from ....ops.embed_from_argmax import embed_from_argmax
-from ....ops.norm import residual_add_rms_norm, rms_norm
+from ....ops.norm import residual_add_rms_norm
 from ....ops.residual_add import bf16_concat, residual_add
 from ....runtime.gpu import DevicePtr, StreamLike
 from ....runtime.scratch import ScratchRegion
@@ -19,7 +19,6 @@ from ...layer import AttnMetadataDev, ForwardContext
 from ...weight_map import DenseWeight
 from ..mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
 from .attention import MtpHeadAttention
-from .body import QkNorm
 from .grammar import MaskWords, masked_argmax
 from .new import BF16_BYTES, KV_BLOCK_SIZE, log
 from .types import MtpProposerState
@@ -140,16 +139,14 @@ class MtpHeadForward(MtpHeadAttention):
         # 6. Input norm.
         self._rms_norm(hidden, self.input_layernorm, norm_output, 1, h, stream)
 
-        # 7. Projections: [Q | gate | K | V], [Q | K | V] without gates, then the norms of Q and K.
+        # 7. Projections: [Q | gate | K | V], [Q | K | V] without gates.
         q_elements, kv_elements = nq * hd, nkv * hd
         q = buf.qkv_output()
         k = q.offset(self.q_width * BF16_BYTES)
         v = k.offset(kv_elements * BF16_BYTES)
         self._project_qkv(norm_output, q, k, v, stream)
-        self._norm_queries(q, 1, stream)
-        self._norm_keys(k, 1, stream)
 
-        # 8. Attention over the drafter's own rows.
+        # 8. Norms of Q and K, RoPE, the KV write and attention over the drafter's own rows.
         attn_output = buf.attn_output()
         self._attend(q, k, v, [meta], attn_output, stream)
 
@@ -176,37 +173,10 @@ class MtpHeadForward(MtpHeadAttention):
         for source, target in ((first, concat), (second, concat.offset(row))):
             self.gpu.copy_d2d_2d_async(source, row, target, 2 * row, row, rows, stream)
 
-    def _norm_queries(self, queries: DevicePtr, rows: int, stream: StreamLike) -> None:
-        """The norm of queries, BF16 [rows, q_width]. Where gates lie between, row by row: one launch over all would
-        take gates for queries."""
-        if self.q_norm is None:
-            return
-        step = 1 if self.body.gated else rows
-        for row in range(0, rows, step):
-            at = queries.offset(row * self.q_width * BF16_BYTES)
-            self._norm_heads(at, self.q_norm, step, self.nq, stream)
-
-    def _norm_keys(self, keys: DevicePtr, rows: int, stream: StreamLike) -> None:
-        """The norm of keys, BF16 [rows, nkv, hd]."""
-        if self.k_norm is not None:
-            self._norm_heads(keys, self.k_norm, rows, self.nkv, stream)
-
-    def _norm_heads(self, x: DevicePtr, weight: DenseWeight, rows: int, heads: int, stream: StreamLike) -> None:
-        """The norm of BF16 [rows, heads, hd] in place: of each head, or of each row."""
-        if self.body.qk_norm is QkNorm.WHOLE:
-            self._rms_norm(x, weight, x, rows, heads * self.hd, stream)
-        else:
-            self._rms_norm(x, weight, x, rows * heads, self.hd, stream)
-
     def output_row(self, ctx: ForwardContext) -> DevicePtr:
         """BF16 [h], where a row's draft leaves what the next draft or module goes on from: `hidden_states`, or
         `norm_output` where the body chains behind the final norm."""
         return ctx.buffers.norm_output() if self.body.chain_after_norm else ctx.buffers.hidden_states()
-
-    def _rms_norm(
-        self, source: DevicePtr, weight: DenseWeight, output: DevicePtr, rows: int, width: int, stream: StreamLike
-    ) -> None:
-        rms_norm(self.gpu, self.rms_norm_k, source, weight, output, rows, width, self.eps, stream)
 
     def _residual_add_rms_norm(
         self,

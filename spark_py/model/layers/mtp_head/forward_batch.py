@@ -139,7 +139,7 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         # 6. Input norm.
         self._rms_norm(hidden, self.input_layernorm, norm_output, n, h, stream)
 
-        # 7. Projections, then a norm of each head of Q and K.
+        # 7. Projections.
         q_elements, kv_elements = self.nq * hd, nkv * hd
         qg = buf.qkv_output()
         k = qg.offset(n * self.q_width * BF16_BYTES)
@@ -150,10 +150,9 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
             self._project_qg_rows(norm_output, qg, n, stream)
             self.project_rows(norm_output, self.k_proj, k, n, kv_elements, h, stream)
             self.project_rows(norm_output, self.v_proj, v, n, kv_elements, h, stream)
-        self._norm_queries(qg, n, stream)
-        self._norm_keys(k, n, stream)
+            self._add_biases(qg, k, v, n, stream)
 
-        # 8. Attention, each sequence over its own rows.
+        # 8. Norms of Q and K, RoPE, the KV write and attention, each sequence over its own rows.
         attn_output = buf.attn_output()
         self._attend(qg, k, v, metas, attn_output, stream)
 
