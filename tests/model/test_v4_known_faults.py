@@ -19,7 +19,8 @@ ATTENTION = (
           ("kernels/spark_v4_qkv::a_query_and_a_row_of_the_same_numbers_are_the_same",
            "model/v4_attention::rows_have_the_same_bits_alone_and_together")),
     Fault("layers without a compressor have the rotation of those with one: another base, YaRN",
-          ("model/v4_attention::misreadings_of_the_model_are_far_off", "model/config_deepseek_v4::both_forms_of_the_file")),
+          ("model/v4_attention::misreadings_of_the_model_are_far_off",
+           "model/config_deepseek_v4::both_forms_of_the_file")),
     Fault("sinks are read as BF16", ("model/v4_loader::loader", "model/v4_loader::mutant_is_caught")),
     Fault("norms are 1 + w", ("model/v4_attention::misreadings_of_the_model_are_far_off",
                               "model/v4_mtp_forward::misreadings_are_far_off")),
@@ -78,6 +79,13 @@ DRAFTING = (
     Fault("an offload table is indexed by the layer behind the last", (),
           "weights are not offloaded; the module's cache has one layer, model/v4_mtp::the_pool"),
     Fault("a verdict drops the row of a verified token", ("model/v4_mtp::rows_over_random_accept_patterns",)),
+    Fault("the pool has blocks for one sequence, and layers that nothing uses", ("model/v4_mtp::the_pool",)),
+    Fault("a later draft's hidden row is written before it is read",
+          ("model/v4_mtp_forward::later_drafts_go_on_from_the_heads_own",)),
+    Fault("a draft that fails keeps the block that it took, and takes another the next time",
+          ("model/v4_mtp::a_propose_that_fails_gives_its_blocks_back",)),
+    Fault("metadata lie elsewhere than kernels read them",
+          ("model/v4_mtp::the_engines_addresses", "model/v4_mtp::metadata_of_a_row")),
 )  # fmt: skip
 FAULTS = ATTENTION + CONNECTIONS + WEIGHTS + DRAFTING
 

@@ -1,40 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""DeepseekV4MtpHead: which rows a sequence holds, what is refused, and what happens when things go wrong.
-
-Faults that were reported of DeepSeek-V4's draft modules elsewhere, and the tests that look for each here. By what is
-wrong:
-
-V1   a BF16 cache read as heads of another width     here, test_a_draft_is_the_modules (both dtypes), test_the_pool
-V2   a collapsed hidden where streams are meant      test_equal_streams_make_the_modes_agree_and_unequal_ones_differ
-V3   connections mixed untransposed                  test_v4_hyper, mutants of hyper_connection
-V4   sigmoid for softmax, no factor 2, rows first    test_v4_hyper, mutants of hyper_connection
-V5   tables not given to the head                    the constructor demands both; test_draft_tables_are_the_targets
-V6   first embedding masked                          test_the_first_token_has_its_embedding
-V7   connections left open behind the body           test_a_draft_is_the_modules: its streams are compared
-V8   fused across layers, so another dtype           not applicable: nothing is fused across layers
-V9   E8M0 bytes taken for numbers                    test_v4_projection and the loader's tests
-V10  metadata past the end of scratch                test_the_last_block_whose_table_fits_in_scratch_and_one_more
-V11  collectives on one rank                         not applicable: there is one rank, and all experts are local
-V12  FP32 sinks read as BF16                         test_v4_attention; "no sinks" of test_misreadings_are_far_off
-V13  stale rotary part of keys                       test_rows_are_those_of_a_fresh_state_whatever_was_there
-V14  RoPE of compressed layers                       test_v4_attention; the shape has one theta
-V15  1 + w norms                                     "1 + norm" of test_misreadings_are_far_off
-V16  router quantised, sigmoid scores, bias missed   test_v4_ffn and the loader's tests
-V17  values without their rotated part               test_v4_attention: one row is key and value
-V18  verify that is not exact                        test_v4_target; decoding with this head gives the plain tokens
-V19  metadata of an earlier draft                    test_later_drafts_go_on_from_the_heads_own (positions and slots)
-V20  streams of another rank                         not applicable: one rank
-V21  projections of a quantised module               test_v4_projection and the loader's tests
-V22  accepted counts as lists                        test_wrong_arguments_change_nothing
-V23  another drafter under the prefix                the loader's tests
-V24  one sequence's rollback in another              test_sequences_do_not_touch_each_others_rows
-V25  buffers too small for models without SSM        test_an_arena_that_is_too_small_is_named
-V26  a list shorter than the layer's index           not applicable: the body has no index; one layer slot
-S4   blocks for one sequence, layers that none uses  test_the_pool
-S7   the hidden row is also an output                test_later_drafts_go_on_from_the_heads_own
-S8   blocks of a propose that failed                 test_a_propose_that_fails_gives_its_blocks_back
-S9   places in the metadata slab                     test_the_engines_addresses, test_the_last_block_...
-"""
+"""DeepseekV4MtpHead: which rows a sequence holds, what is refused, and what happens when things go wrong."""
 
 from __future__ import annotations
 
@@ -133,7 +98,7 @@ class RowsOnly(DeepseekV4MtpHead):
 
 @pytest.mark.no_sanitizer("steps launch too often for it; the tests of single steps run the same kernels")
 @pytest.mark.parametrize(
-    ("head_class", "steps"), [(RowsOnly, 40), pytest.param(DeepseekV4MtpHead, 300, marks=pytest.mark.deep)]
+    ("head_class", "steps"), [(RowsOnly, 24), pytest.param(DeepseekV4MtpHead, 300, marks=pytest.mark.deep)]
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("policy", "refeed"), RULES, ids=RULE_IDS)
@@ -178,7 +143,7 @@ def test_rows_over_random_accept_patterns(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prompt", [1, 2, 17, 65, 66, 130])
+@pytest.mark.parametrize("prompt", [1, 2, 17, 66, 130])
 def test_prompts_at_once_and_in_pieces(
     gpu: GpuBackend, rng: np.random.Generator, prompt: int, mode: HiddenMode
 ) -> None:
@@ -261,7 +226,7 @@ def test_sequences_do_not_touch_each_others_rows(gpu: GpuBackend, rng: np.random
 
 @pytest.mark.no_sanitizer("cycles launch too often for it")
 @pytest.mark.parametrize(
-    ("head_class", "cycles"), [(RowsOnly, 100), pytest.param(DeepseekV4MtpHead, 1000, marks=pytest.mark.deep)]
+    ("head_class", "cycles"), [(RowsOnly, 40), pytest.param(DeepseekV4MtpHead, 1000, marks=pytest.mark.deep)]
 )
 def test_cycles_leak_nothing(
     gpu: GpuBackend, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, head_class: Any, cycles: int
@@ -286,7 +251,7 @@ def test_cycles_leak_nothing(
             for _ in range(1 + kind):
                 rig.head.free_state(gpu, state)
             assert (state.seq_len, state.block_table, state.last_pair_key) == (0, [], None)
-        if cycle == 20:
+        if cycle == 12:
             live = gpu.live_bytes()
     gc.collect()
     assert rig.head.kv_cache.num_free_blocks() == free

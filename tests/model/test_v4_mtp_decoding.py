@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""DeepSeek-V4's draft head in the decoding loop, with the target's streams or its collapsed rows: the tokens are those
-of a run without drafts, and the drafter holds the rows that it should."""
+"""DeepSeek-V4's draft head in the decoding loop, with the target's streams or its collapsed rows: which rows it holds,
+whoever fed them, and its factory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spark_py.runtime.gpu import GpuBackend
 from tests.model.tiny import Tiny, write_tiny
 from tests.model.v4_tiny import write_drafting_v4
 
-MAX_SEQ_LEN, NEW = 64, 20
+MAX_SEQ_LEN = 64
 MODES = list(HiddenMode)
 COMPLETE = ModelLevers(row_policy=RowPolicy.VERIFIED, refeed=True, mtp_max_seqs=1)
 
@@ -53,27 +53,6 @@ def head_of(found: Checkpoint, levers: ModelLevers, mode: HiddenMode) -> Deepsee
     head = found.proposer(levers, hidden_mode=mode)
     assert isinstance(head, DeepseekV4MtpHead)
     return head
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("policy", "refeed"), [(RowPolicy.SEED, False), (RowPolicy.VERIFIED, True)])
-def test_drafts_never_change_the_tokens(
-    opened: Checkpoint, rng: np.random.Generator, mode: HiddenMode, policy: RowPolicy, refeed: bool
-) -> None:
-    """Prompts about as long as the window, one of a single token; a head that is often right, and one that sees
-    nothing."""
-    levers = ModelLevers(row_policy=policy, refeed=refeed)
-    head = head_of(opened, levers, mode)
-    plain, fast = SpeculativeDecoder(opened.target, None, 0), SpeculativeDecoder(opened.target, head, 3, levers=levers)
-    accepted = drafted = 0
-    for length in (1, 13):
-        prompt = rng.integers(0, 300, length).tolist()
-        wanted = plain.generate(prompt, NEW).tokens
-        got = fast.generate(prompt, NEW)
-        assert got.tokens == wanted
-        accepted, drafted = accepted + got.stats.accepted, drafted + got.stats.drafted
-    assert 0 < accepted < drafted
-    assert head.kv_cache.num_free_blocks() == head.kv_cache.num_blocks()
 
 
 @pytest.mark.parametrize("mode", MODES)
