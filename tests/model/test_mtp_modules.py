@@ -319,8 +319,8 @@ def definition(made: ModulesFolder, tokens: list[int], hidden: list[Array], k: i
 def test_modules_draft_as_the_definition_says(
     gpu: GpuBackend, rng: np.random.Generator, tmp_path: Path, family: str, refeed: bool
 ) -> None:
-    """After a prompt that all modules were fed, or with one row each as the engine has it. Chained behind the final
-    norm for GLM-4.5, before it for MiniMax-M2."""
+    """After a prompt that all modules were fed, and after verdicts and what is fed then; or with one row each, as the
+    engine has it. Chained behind the final norm for GLM-4.5, before it for MiniMax-M2."""
     levers = replace(LEVERS, row_policy=RowPolicy.VERIFIED, refeed=refeed)
     compared = 0
     for attempt in range(6):
@@ -334,18 +334,23 @@ def test_modules_draft_as_the_definition_says(
                 for module, arrays in zip(head.modules, made.arrays, strict=True)
             ]
             rig = MultiRig(head, rigs)
-            text = Text(rig, rng, 4 if refeed else 1)
-            for k in (1, 2, 3):
-                state = rig.state()
-                if refeed:
-                    text.prefill(state)
+            text, state = Text(rig, rng, 4 if refeed else 1), rig.state()
+            if refeed:
+                text.prefill(state)
+            for k, accepted in ((1, 1), (2, 0), (3, 2), (3, 1)):
                 drafts = text.propose(state, k)
                 logits = rig.first.logits()
-                head.free_state(gpu, state)
                 wanted, clear = definition(made, [*text.tokens, *drafts[:-1]], text.hidden, k)
                 if clear > 0.01:
                     compared += 1
                     assert relative_l2(logits, wanted) < BOUND, f"draft {k - 1}"
+                if refeed:
+                    head.after_verify(accepted, state, rig.first.stream)
+                    text.confirm(drafts[:accepted])
+                    text.catch_up(state)
+                else:
+                    head.free_state(gpu, state)
+            head.free_state(gpu, state)
         if compared > 3:
             return
     assert compared > 2
