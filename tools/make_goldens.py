@@ -21,13 +21,13 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tools.goldens import cases, checkpoint, v4, v4_ffn
+from tools.goldens import cases, checkpoint, modules, modules_cases, v4, v4_ffn
 
 Array = np.ndarray[Any, Any]
 
 PARTS = {v4_ffn.NAME: v4_ffn.arrays_of}
 """Fixtures of parts of a model, which hold their weights."""
-NAMES = (*cases.NAMES, v4.NAME, *PARTS)
+NAMES = (*cases.NAMES, *modules_cases.NAMES, v4.NAME, *PARTS)
 FIXTURES = cases.ROOT / "tests" / "parity" / "fixtures"
 EXACT = 2e-5
 """Largest difference that --check allows, of values relative to the array's largest: FP32 sums within transformers come
@@ -50,6 +50,14 @@ def make(name: str, scratch: Path, spreads: bool = True) -> tuple[dict[str, Any]
         v4.write(scratch)
         meta = {"made by": "tools/make_goldens.py", "checkpoint": checkpoint.digest(scratch), **versions}
         return meta | {"disturbed runs": v4_hf.COPIES}, v4_hf.arrays_of(scratch, spreads)
+    if name in modules_cases.NAMES:
+        from tools.goldens import modules_hf
+        from tools.goldens import spreads as runs
+
+        modules.write(scratch, modules_cases.config_of(name))
+        meta = {"made by": "tools/make_goldens.py", "checkpoint": checkpoint.digest(scratch), **versions}
+        arrays = modules_hf.arrays_of(scratch, modules_cases.case(name), spreads)
+        return meta | {"disturbed runs": runs.COPIES}, arrays
     from tools.goldens import huggingface
 
     folder = cases.DEMO

@@ -53,10 +53,12 @@ ALL_ROWS = 1.2
 
 @dataclass(frozen=True)
 class Part:
-    """One prefix ("target", or one of drafts: "head", "reference", "collapsed") of a fixture."""
+    """One prefix ("target", or one of drafts: "head", "reference", "collapsed") of a fixture; `drafts` a base
+    position."""
 
     arrays: dict[str, Array]
     prefix: str
+    drafts: int = cases.DRAFTS
 
     def __getattr__(self, name: str) -> Array:
         return self.arrays[f"{self.prefix}_{name}"]
@@ -72,7 +74,7 @@ class Part:
             return np.ones(len(self.top_ids), bool)
         clear = np.all(self.routing_gap > SIGMAS * self.routing_spread, axis=1)
         if self.prefix != "target":
-            clear = np.logical_and.accumulate(clear.reshape(-1, cases.DRAFTS), axis=1).reshape(-1)
+            clear = np.logical_and.accumulate(clear.reshape(-1, self.drafts), axis=1).reshape(-1)
         found: Array = clear
         return found
 
