@@ -54,9 +54,12 @@ def ulps(actual: Array, expected: Array) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def relative_l2(actual: Array, expected: Array) -> float:
-    """|actual - expected| / |expected| over finite entries, in FP64."""
-    finite = np.isfinite(f64(actual)) & np.isfinite(f64(expected))
-    a, e = f64(actual)[finite], f64(expected)[finite]
+    """|actual - expected| / |expected| over finite entries, in FP64; infinite where only one of them has a NaN."""
+    a, e = f64(actual), f64(expected)
+    if (np.isnan(a) != np.isnan(e)).any():
+        return float("inf")
+    finite = np.isfinite(a) & np.isfinite(e)
+    a, e = a[finite], e[finite]
     return float(np.linalg.norm(a - e) / max(float(np.linalg.norm(e)), 1e-300))
 
 

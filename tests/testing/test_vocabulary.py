@@ -35,6 +35,7 @@ from spark_py.testing import (
     bits,
     f64,
     normal,
+    relative_l2,
     rounds,
     ulps,
     within,
@@ -73,6 +74,13 @@ def test_ulps_count_steps_across_zero() -> None:
     others = np.array([1.0 + 2.0**-7, -1.0, -0.0, np.nan, 1.0, -(2.0**-133)]).astype(BF16)
     assert ulps(values, others).tolist() == [1, 2 * 0x3F80, 0, 0, 1 << 16, 2]
     assert ulps(np.float32([1.0]), np.nextafter(np.float32([1.0]), np.float32(2.0))).tolist() == [1]
+
+
+def test_a_nan_alone_is_no_small_distance() -> None:
+    one, nan = np.ones(3), np.array([1.0, np.nan, 1.0])
+    assert relative_l2(nan, one) == relative_l2(one, nan) == relative_l2(np.full(3, np.nan), one) == np.inf
+    assert relative_l2(nan, nan) == 0
+    assert relative_l2(np.array([1.0, np.inf]), np.array([2.0, np.inf])) == 0.5
 
 
 def test_a_failure_shows_the_worst_element() -> None:
