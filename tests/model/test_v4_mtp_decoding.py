@@ -22,9 +22,12 @@ from spark_py.model.levers import ModelLevers
 from spark_py.model.proposer_factory import ProposerFactory
 from spark_py.model.row_policy import RowPolicy
 from spark_py.model.speculative import SpeculativeDecoder
+from spark_py.model.v4_factory import V4MtpFactory
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
+from spark_py.runtime.kv_cache import KvCacheDtype
 from tests.model.tiny import Tiny, write_tiny
+from tests.model.v4_files import published, write_folder
 from tests.model.v4_tiny import write_drafting_v4
 
 MAX_SEQ_LEN = 64
@@ -69,6 +72,22 @@ def test_the_rows_are_those_of_the_confirmed_sequence(
     assert head.drafter_rows(state.draft) == state.target.seq_len - 1  # type: ignore[arg-type]
     assert rows_of(head, state.draft) == fresh_rows(gpu, decoder, head, state)
     decoder.free_state(state)
+
+
+def test_rows_of_a_checkpoint_as_published(gpu: GpuBackend, rng: np.random.Generator, tmp_path: Path) -> None:
+    """Projections and pool in E4M3, experts in MXFP4: a row that was fed has the bytes of one that drafted."""
+    write_folder(tmp_path, published(rng))
+    with open_checkpoint(tmp_path, gpu, MAX_SEQ_LEN, "deepseek_v4") as found:
+        assert isinstance(found.proposer, V4MtpFactory)
+        head = found.proposer(COMPLETE, kv_dtype=KvCacheDtype.FP8)
+        decoder = SpeculativeDecoder(found.target, head, 2, levers=COMPLETE)
+        state = decoder.alloc_state()
+        prompt = rng.integers(0, 300, 14).tolist()
+        tokens = decoder.generate(prompt, 5, state).tokens
+        decoder._complete(state)
+        assert rows_of(head, state.draft) == fresh_rows(gpu, decoder, head, state)
+        assert tokens == SpeculativeDecoder(found.target, None, 0).generate(prompt, 5).tokens
+        decoder.free_state(state)
 
 
 def fresh_rows(
