@@ -16,6 +16,7 @@ from pathlib import Path
 
 FAMILIES = (
     "norm",
+    "spark_norm_rows",
     "elementwise",
     "gemv",
     "argmax",

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+// Module spark_norm_rows: the norms of a draft head together with what stands before or after them, with the bits of
+// rms_norm (or rms_norm_vanilla), bf16_concat and bf16_residual_add one after the other.
+//
+// A row is a block's, and stays in registers between the sum and the scaling; weights are on their way meanwhile.
+// hidden_size is even and at most 8192, all pointers are on 4-byte addresses. Block min(hidden_size, 1024).
+
+#include "rms_norm.cuh"
+
+constexpr unsigned NORM_TURNS = 4u;  // pairs of a thread
+
+// The part of a row that this thread has: pairs threadIdx.x, + blockDim.x, ...
+struct Pairs {
+    unsigned word[NORM_TURNS];
+};
+
+__device__ __forceinline__ Pairs load_pairs(const __nv_bfloat16* row, unsigned count) {
+    Pairs pairs = {};
+#pragma unroll
+    for (unsigned turn = 0u; turn < NORM_TURNS; ++turn) {
+        const unsigned pair = turn * blockDim.x + threadIdx.x;
+        if (pair < count) {
+            pairs.word[turn] = reinterpret_cast<const unsigned*>(row)[pair];
+        }
+    }
+    return pairs;
+}
+
+// to = (x * r) * weight or (x * r) * (1 + weight); every thread of the block calls. A sum has one term a pair, as in
+// rms_norm: pairs that do not exist add nothing.
+__device__ __forceinline__ void norm_pairs(const Pairs& x, const Pairs& weight, __nv_bfloat16* to, unsigned count,
+                                           bool one_plus, float eps) {
+    float squares = 0.0f;
+#pragma unroll
+    for (unsigned turn = 0u; turn < NORM_TURNS; ++turn) {
+        if (turn * blockDim.x + threadIdx.x < count) {
+            const float x0 = spark_low(x.word[turn]);
+            const float x1 = spark_high(x.word[turn]);
+            squares += x0 * x0 + x1 * x1;
+        }
+    }
+    const float r = spark_inverse_rms(spark_block_sum(squares), 2u * count, eps);
+#pragma unroll
+    for (unsigned turn = 0u; turn < NORM_TURNS; ++turn) {
+        const unsigned pair = turn * blockDim.x + threadIdx.x;
+        if (pair < count) {
+            reinterpret_cast<unsigned*>(to)[pair] = one_plus
+                                                        ? spark_scale_pair<true>(x.word[turn], r, weight.word[turn])
+                                                        : spark_scale_pair<false>(x.word[turn], r, weight.word[turn]);
+        }
+    }
+}
+
+// out [rows, 2 * hidden_size] = [norm of first | norm of second], BF16 [rows, hidden_size] each, with a weight each; used
+// as 1 + w where one_plus. Grid (2, rows).
+extern "C" __global__ void __launch_bounds__(1024)
+    spark_norm_concat(const __nv_bfloat16* first, const __nv_bfloat16* second, const __nv_bfloat16* first_weight,
+                      const __nv_bfloat16* second_weight, __nv_bfloat16* out, unsigned int hidden_size,
+                      unsigned int one_plus, float eps) {
+    const size_t row = blockIdx.y;
+    const unsigned count = hidden_size / 2u;
+    const __nv_bfloat16* x = (blockIdx.x == 0u ? first : second) + row * hidden_size;
+    const Pairs pairs = load_pairs(x, count);
+    const Pairs weight = load_pairs(blockIdx.x == 0u ? first_weight : second_weight, count);
+    norm_pairs(pairs, weight, out + (2u * row + blockIdx.x) * hidden_size, count, one_plus != 0u, eps);
+}
+
+// hidden = bf16(hidden + src), output = norm of hidden as it was rounded; BF16 [rows, hidden_size]. Grid (rows).
+extern "C" __global__ void __launch_bounds__(1024)
+    spark_add_then_norm(__nv_bfloat16* hidden, const __nv_bfloat16* src, const __nv_bfloat16* weight,
+                        __nv_bfloat16* output, unsigned int hidden_size, unsigned int one_plus, float eps) {
+    const size_t start = static_cast<size_t>(blockIdx.x) * hidden_size;
+    const unsigned count = hidden_size / 2u;
+    Pairs pairs = load_pairs(hidden + start, count);
+    const Pairs added = load_pairs(src + start, count);
+    const Pairs scale = load_pairs(weight, count);
+#pragma unroll
+    for (unsigned turn = 0u; turn < NORM_TURNS; ++turn) {
+        const unsigned pair = turn * blockDim.x + threadIdx.x;
+        if (pair < count) {
+            pairs.word[turn] = spark_pack(spark_low(pairs.word[turn]) + spark_low(added.word[turn]),
+                                          spark_high(pairs.word[turn]) + spark_high(added.word[turn]));
+            reinterpret_cast<unsigned*>(hidden + start)[pair] = pairs.word[turn];
+        }
+    }
+    norm_pairs(pairs, scale, output + start, count, one_plus != 0u, eps);
+}
