@@ -211,7 +211,7 @@ def test_a_replay_is_an_upload_a_copy_a_graph_and_a_read(gpu: GpuBackend, rng: n
         with gpu.trace() as trace:
             batch(rig, 4, 3, [])
         kinds.append(kinds_of(trace))
-    assert len(kinds[0]) > 100
+    assert len(kinds[0]) > 60
     assert kinds[2][1:] == ["copy_h2d_async", "copy_d2d_async", "launch_graph", "copy_d2h_on_stream"]
 
 

@@ -84,7 +84,7 @@ class ProposeInputs:
             row = rows + i
             slot = table[row // KV_BLOCK_SIZE] * KV_BLOCK_SIZE + row % KV_BLOCK_SIZE
             _STEP.pack_into(slab, _step(i), position + i, slot, row + 1)
-        slab[_TABLE:] = np.asarray(table, "<i4").tobytes()
+        struct.pack_into(f"<{len(table)}i", slab, _TABLE, *table)
         gpu.copy_h2d_async(slab, self.slab, stream)
         gpu.copy_d2d_async(target_hidden, self.hidden, self.hidden_bytes, stream)
 

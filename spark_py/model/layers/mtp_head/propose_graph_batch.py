@@ -7,6 +7,7 @@ of the hidden rows, the graph, and one read-back for all ids of all sequences.
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,15 +70,14 @@ class BatchInputs:
         blocks of all drafts, `width` at most."""
         n, width = self.n, self.width
         slab = bytearray(self._tables_at + _WORD * n * width)
-        np.frombuffer(slab, "<u4", n, self._tokens_at)[:] = tokens
-        wide = np.frombuffer(slab, "<i4", n * width, self._tables_at).reshape(n, width)
+        for draft in range(self.drafts):
+            at, size = [row + draft for row in rows], KV_BLOCK_SIZE
+            slots = [table[row // size] * size + row % size for table, row in zip(tables, at, strict=True)]
+            step = (*slots, *(position + draft for position in positions), *(row + 1 for row in at))
+            struct.pack_into(f"<{n}q{n}I{n}i", slab, draft * n * _STEP_BYTES, *step)
+        struct.pack_into(f"<{n}I", slab, self._tokens_at, *tokens)
         for i, table in enumerate(tables):
-            wide[i, : len(table)] = table
-        step = np.dtype([("slot", "<i8", (n,)), ("position", "<u4", (n,)), ("length", "<i4", (n,))])
-        steps, draft = np.frombuffer(slab, step, self.drafts), np.arange(self.drafts)[:, None]
-        row = np.asarray(rows) + draft
-        steps["slot"] = wide[np.arange(n), row // KV_BLOCK_SIZE].astype("<i8") * KV_BLOCK_SIZE + row % KV_BLOCK_SIZE
-        steps["position"], steps["length"] = np.asarray(positions) + draft, row + 1
+            struct.pack_into(f"<{len(table)}i", slab, self._tables_at + _WORD * width * i, *table)
         gpu.copy_h2d_async(slab, self.base, stream)
 
     @property
