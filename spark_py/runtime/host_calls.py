@@ -16,7 +16,7 @@ from .host_memory import array_at
 
 __all__ = ["HostCalls"]
 
-_MOST_KEPT = 64
+_MOST_KEPT = 512
 _VERBS = {"r": "read", "w": "write", "rw": "read and write"}
 
 
