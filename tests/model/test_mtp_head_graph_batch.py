@@ -172,6 +172,23 @@ def test_sets_and_levers(
     walk(twins(gpu, rng, monkeypatch, levers=levers), rng, 12)
 
 
+@pytest.mark.parametrize("form", CAPTURED, ids=str)
+def test_the_engines_own_kernels_are_enough(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, form: Form
+) -> None:
+    """A set without any kernel of this project's drafts the same; FP8 experts then run one by one, without a graph."""
+    hide(monkeypatch, gpu, "spark_", function="gemv_fp8w::spark_")
+    pair = twins(gpu, rng, monkeypatch, form)
+    walk(pair, rng, 6, sequences=(2,))
+    with gpu.trace() as trace:
+        pair.propose(rng, [0, 1], 1, False)
+        for i in (0, 1):
+            pair.verdict(i, 1)
+        pair.propose(rng, [0, 1], 1, False)
+    assert "spark_" not in str(trace.steps)
+    assert ("launch_graph" in kinds_of(trace)) is not pair.graph.head.ffn_reads_back
+
+
 def test_single_and_batched_proposes_take_turns(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +529,7 @@ def test_a_key_without_the_width_of_tables(
         grow(gpu, rng, monkeypatch)
 
 
+@pytest.mark.no_sanitizer("with the fault, rows are read from where nobody wrote them")
 def test_a_key_without_the_arena(gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two arenas by turns: right with the key as it is, and the last rows are in the wrong one with the mutant."""
 
