@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Twin of `layers/mtp_head/`: the draft head of Qwen3-Next, 3.5 and 3.6. One file a Rust file."""
+"""Twin of `layers/mtp_head/`: the draft head of Qwen3-Next, 3.5 and 3.6, one file a Rust file, and in `body` what
+other families have in its place."""
 
 from __future__ import annotations
 

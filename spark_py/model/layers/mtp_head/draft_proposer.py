@@ -26,8 +26,8 @@ __all__ = ["MtpHead"]
 
 
 class MtpHead(MtpHeadProposeGraphBatch, MtpStates):
-    """A Qwen3-Next, 3.5 or 3.6 MTP module that drafts. See MtpHeadNew for the constructor, MtpStates for sequences'
-    rows and verdicts, DraftProposer for the rest."""
+    """An MTP module that drafts, with Qwen3-Next's body or another. See MtpHeadNew for the constructor, MtpStates for
+    sequences' rows and verdicts, DraftProposer for the rest."""
 
     # ------------------------------------------------------------ drafting
 

@@ -75,8 +75,9 @@ class MtpHeadKernels:
         routes: bool,
         tiles: bool,
     ) -> None:
-        """Resolve all. `formats`: of projections, router and LM head. `silu`: the head runs an activation by itself,
-        `routes`: and a mixture of experts; `tiles`: it has a transposed LM head."""
+        """Resolve all. `body` decides the norm, and whether there are gates. `formats`: of projections, router and LM
+        head. `silu`: the head runs an activation by itself, `routes`: and a mixture of experts; `tiles`: it has a
+        transposed LM head."""
         bf16, nvfp4 = DenseWeight in formats, QuantizedWeight in formats
 
         def needed(use: bool, module: str, function: str) -> KernelHandle:

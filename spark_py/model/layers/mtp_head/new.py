@@ -105,16 +105,16 @@ class MtpHeadNew(MtpHeadKernels):
 
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "input_layernorm", "post_attn_layernorm", "norm"):
             getattr(weights, name).check_shape(f"mtp {name}", h)
-        for name, heads in (("q_norm", nq), ("k_norm", nkv)):
-            _check_qk_norm(f"mtp {name}", getattr(weights, name), heads, hd, body.qk_norm)
+        norm_of = {QkNorm.PER_HEAD: (hd, hd), QkNorm.WHOLE: (nq * hd, nkv * hd), QkNorm.NONE: (0, 0)}[body.qk_norm]
+        biases = (nq * hd, nkv * hd, nkv * hd) if body.qkv_bias else (0, 0, 0)
+        for name, n in zip(("q_norm", "k_norm", "q_bias", "k_bias", "v_bias"), (*norm_of, *biases), strict=True):
+            _check_optional(f"mtp {name}", getattr(weights, name), n)
         self.pre_fc_norm_embedding = weights.pre_fc_norm_embedding
         self.pre_fc_norm_hidden = weights.pre_fc_norm_hidden
         self.input_layernorm = weights.input_layernorm
         self.post_attn_layernorm = weights.post_attn_layernorm
         self.norm = weights.norm
         self.q_norm, self.k_norm = weights.q_norm, weights.k_norm
-        for name, heads in (("q_bias", nq), ("k_bias", nkv), ("v_bias", nkv)):
-            _check_bias(f"mtp {name}", getattr(weights, name), heads * hd, body.qkv_bias)
         self.q_bias, self.k_bias, self.v_bias = weights.q_bias, weights.k_bias, weights.v_bias
         self.moe_gate = weights.moe_gate
         self.shared_expert_gate = weights.shared_expert_gate or DenseWeight.null()
@@ -300,21 +300,12 @@ def _check_dimensions(
         raise InvalidArgumentError("num_attention_heads", nq, f"a multiple of num_key_value_heads = {nkv} is needed")
 
 
-def _check_qk_norm(name: str, weight: DenseWeight | None, heads: int, hd: int, kind: QkNorm) -> None:
-    """InvalidArgumentError unless the weight is what the body's norm of queries or keys needs."""
-    if (weight is None) is not (kind is QkNorm.NONE):
-        wanted = "None: the body has no norm of queries and keys" if weight else "needed by the body"
-        raise InvalidArgumentError(name, weight, wanted)
+def _check_optional(name: str, weight: DenseWeight | None, n: int) -> None:
+    """InvalidArgumentError unless the weight is one of n elements; n 0: unless there is none, as the body has it."""
+    if (weight is not None) is not (n > 0):
+        raise InvalidArgumentError(name, weight, "needed by the body" if n else "None: the body has no such part")
     if weight is not None:
-        weight.check_shape(name, heads * hd if kind is QkNorm.WHOLE else hd)
-
-
-def _check_bias(name: str, bias: DenseWeight | None, n: int, needed: bool) -> None:
-    """InvalidArgumentError unless the bias is there where the body has one, and fits."""
-    if (bias is not None) is not needed:
-        raise InvalidArgumentError(name, bias, "needed by the body" if needed else "None: the body has no biases")
-    if bias is not None:
-        bias.check_shape(name, n)
+        weight.check_shape(name, n)
 
 
 def _checked_twin(
