@@ -45,8 +45,12 @@ def card(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy", "refeed"),
-    [("refeed", RowPolicy.VERIFIED, True), pytest.param("seed", RowPolicy.SEED, False, marks=pytest.mark.deep)],
+    ("name", "policy", "refeed", "prompts"),
+    [
+        ("refeed", RowPolicy.VERIFIED, True, 3),
+        pytest.param("refeed", RowPolicy.VERIFIED, True, PROMPTS, marks=pytest.mark.deep),
+        pytest.param("seed", RowPolicy.SEED, False, PROMPTS, marks=pytest.mark.deep),
+    ],
 )
 def test_acceptance_is_what_the_card_says(
     gpu: GpuBackend,
@@ -57,12 +61,14 @@ def test_acceptance_is_what_the_card_says(
     name: str,
     policy: RowPolicy,
     refeed: bool,
+    prompts: int,
 ) -> None:
     """BF16 picks another token than FP32 here and there, and the text goes on differently from there: both are samples
     of one rate, so that the numbers of verify steps that accept a draft differ by sampling. Bound: three standard
     deviations of a difference of two binomial shares, for each position."""
     if backend_name.startswith("emulated"):
-        pytest.skip("640 tokens of 5 M parameters: too much for kernels that run thread by thread")
+        pytest.skip("hundreds of tokens of millions of parameters: too much for kernels that run thread by thread")
+    card = card[:prompts]
     levers = ModelLevers(row_policy=policy, refeed=refeed, mtp_max_seqs=1)
     steps, accepted = 0, np.zeros(DRAFTS, int)
     with open_checkpoint(folder, gpu, 512, family) as found:
@@ -74,7 +80,7 @@ def test_acceptance_is_what_the_card_says(
             result = decoder.generate(row["ids"], NEW_TOKENS)
             steps += result.stats.verify_steps
             accepted += result.stats.accepted_at
-            if index < 2:
+            if index == 0:
                 assert plain.generate(row["ids"], NEW_TOKENS).tokens == result.tokens
     wanted_steps = sum(row[name]["steps"] for row in card)
     wanted = np.sum([row[name]["accepted"] for row in card], axis=0)
@@ -84,7 +90,7 @@ def test_acceptance_is_what_the_card_says(
     )
     variance = wanted_shares * (1 - wanted_shares)
     assert (np.abs(shares - wanted_shares) < 3 * np.sqrt(variance / steps + variance / wanted_steps)).all()
-    if name == "refeed":  # the goals of tools/train_demo.py are for it
+    if name == "refeed" and prompts == PROMPTS:  # the goals of tools/train_demo.py are for it
         assert 1 + shares.sum() > 2.6, "mean accepted length"
         assert shares[0] > 0.72, "first draft"
 
