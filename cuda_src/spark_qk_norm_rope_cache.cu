@@ -67,7 +67,7 @@ __device__ __forceinline__ void make_head(const __nv_bfloat16* x, const __nv_bfl
 
 // put(to, value, scale) writes an element of a cache.
 template <typename Element, class Put>
-__device__ __forceinline__ void prepare(__nv_bfloat16* Q, const __nv_bfloat16* K, const __nv_bfloat16* V,
+__device__ __forceinline__ void prepare(__nv_bfloat16* Q, __nv_bfloat16* K, const __nv_bfloat16* V,
                                         const __nv_bfloat16* q_weight, const __nv_bfloat16* k_weight, Element* k_cache,
                                         Element* v_cache, const unsigned* positions, const long long* slots,
                                         unsigned position_stride, unsigned slot_stride, const Shape& shape, Put put) {
@@ -78,11 +78,8 @@ __device__ __forceinline__ void prepare(__nv_bfloat16* Q, const __nv_bfloat16* K
         make_head(x, q_weight, shape, position, [=](unsigned i, __nv_bfloat16 value) { x[i] = value; });
         return;
     }
-    // The whole block leaves.
     const long long slot = slots[row * slot_stride];
-    if (slot < 0) {
-        return;
-    }
+    const bool kept = slot >= 0;
     const bool is_key = blockIdx.x - shape.num_q_heads < shape.num_kv_heads;
     const unsigned head = (blockIdx.x - shape.num_q_heads) % shape.num_kv_heads;
     const size_t tokens = static_cast<size_t>(shape.num_kv_heads) * shape.head_dim;
@@ -91,20 +88,24 @@ __device__ __forceinline__ void prepare(__nv_bfloat16* Q, const __nv_bfloat16* K
                       static_cast<size_t>(head) * shape.head_dim;
     const size_t from = row * tokens + static_cast<size_t>(head) * shape.head_dim;
     if (is_key) {
-        Element* target = k_cache + to;
-        make_head(K + from, k_weight, shape, position,
-                  [=](unsigned i, __nv_bfloat16 value) { put(target + i, value, true); });
-    } else {
+        __nv_bfloat16* x = K + from;
+        make_head(x, k_weight, shape, position, [=](unsigned i, __nv_bfloat16 value) {
+            x[i] = value;
+            if (kept) {
+                put(k_cache + to + i, value, true);
+            }
+        });
+    } else if (kept) {
         put(v_cache + to + threadIdx.x, V[from + threadIdx.x], false);
     }
 }
 
-// Queries BF16, rows q_stride elements apart, in place; K and V BF16 [rows, num_kv_heads, head_dim] into slots of the
-// caches, whose blocks lie cache_stride elements apart; a negative slot skips the row's K and V. A weight that is NULL
+// Queries BF16, rows q_stride elements apart, and K BF16 [rows, num_kv_heads, head_dim], in place; K and V, of K's shape,
+// into slots of the caches, whose blocks lie cache_stride elements apart; a negative slot is none. A weight that is NULL
 // means no norm; one_plus: weights are used as 1 + w. Positions u32 position_stride apart, slots i64 slot_stride apart.
 // head_dim up to 256.
 extern "C" __global__ void __launch_bounds__(256)
-    spark_qk_norm_rope_cache(__nv_bfloat16* Q, const __nv_bfloat16* K, const __nv_bfloat16* V,
+    spark_qk_norm_rope_cache(__nv_bfloat16* Q, __nv_bfloat16* K, const __nv_bfloat16* V,
                              const __nv_bfloat16* q_weight, const __nv_bfloat16* k_weight, __nv_bfloat16* k_cache,
                              __nv_bfloat16* v_cache, const unsigned int* positions, const long long* slots,
                              unsigned int position_stride, unsigned int slot_stride, unsigned int num_q_heads,
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // The same into caches of E4M3: an element is its BF16 value times (1 / scale), rounded to FP32, then to E4M3 (nearest,
 // ties to even, saturating at 448).
 extern "C" __global__ void __launch_bounds__(256)
-    spark_qk_norm_rope_cache_fp8(__nv_bfloat16* Q, const __nv_bfloat16* K, const __nv_bfloat16* V,
+    spark_qk_norm_rope_cache_fp8(__nv_bfloat16* Q, __nv_bfloat16* K, const __nv_bfloat16* V,
                                  const __nv_bfloat16* q_weight, const __nv_bfloat16* k_weight, unsigned char* k_cache,
                                  unsigned char* v_cache, const unsigned int* positions, const long long* slots,
                                  unsigned int position_stride, unsigned int slot_stride, unsigned int num_q_heads,

@@ -80,7 +80,7 @@ def _spark_qk_norm_rope_cache_fp8(c: Call) -> None:
 def _params(dtype: str, *more: ParamSpec) -> tuple[ParamSpec, ...]:
     return (
         pointer("Q", "bf16", "rw", lambda c: ((c.grid[1] - 1) * c.q_stride + c.num_q_heads * c.head_dim,)),
-        pointer("K", "bf16", "r", lambda c: (c.grid[1], c.num_kv_heads, c.head_dim)),
+        pointer("K", "bf16", "rw", lambda c: (c.grid[1], c.num_kv_heads, c.head_dim)),
         pointer("V", "bf16", "r", lambda c: (c.grid[1], c.num_kv_heads, c.head_dim)),
         pointer("q_weight", "bf16", "r", lambda c: (c.head_dim,), optional=True),
         pointer("k_weight", "bf16", "r", lambda c: (c.head_dim,), optional=True),

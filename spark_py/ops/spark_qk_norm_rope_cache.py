@@ -42,9 +42,9 @@ def spark_qk_norm_rope_cache(
     *,
     fp8_scales: tuple[float, float] | None = None,
 ) -> None:
-    """q BF16 [rows, num_q_heads, head_dim], rows q_stride elements apart: normed head by head and rotated, in place; k
-    and v BF16 [rows, num_kv_heads, head_dim]: k the same and then both to their slots, blocks cache_stride elements
-    apart.
+    """q BF16 [rows, num_q_heads, head_dim], rows q_stride elements apart, and k BF16 [rows, num_kv_heads,
+    head_dim]: normed head by head and rotated, in place; then k and v, of k's shape, go to their slots, blocks
+    cache_stride elements apart.
 
     A weight that is None means no norm; `one_plus`: weights are used as 1 + w. positions u32 and slots i64 lie their
     strides apart, in elements. With `fp8_scales`, of K and V, caches are E4M3 and `kernel` is

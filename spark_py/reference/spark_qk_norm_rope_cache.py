@@ -45,8 +45,8 @@ def _prepare(
     stored: Callable[[Bf16Array, int], npt.NDArray[Any]],
 ) -> None:
     query[...] = _headwise(query, weights[0], positions, rotary_dim, eps, theta, one_plus)
-    turned = _headwise(keys, weights[1], positions, rotary_dim, eps, theta, one_plus)
-    for side, rows in enumerate((turned, values)):
+    keys[...] = _headwise(keys, weights[1], positions, rotary_dim, eps, theta, one_plus)
+    for side, rows in enumerate((keys, values)):
         made = stored(rows, side).reshape(len(rows), -1)
         for t, slot in enumerate(slots.tolist()):
             if slot >= 0:
@@ -69,8 +69,8 @@ def spark_qk_norm_rope_cache(
     theta: float,
     one_plus: bool,
 ) -> None:
-    """query BF16 [T, nq, hd] = normed and rotated, in place; so are keys BF16 [T, nkv, hd] on their way to the cache,
-    where values [T, nkv, hd] go as they are.
+    """query BF16 [T, nq, hd] and keys BF16 [T, nkv, hd] = normed and rotated, in place; keys and values [T, nkv, hd] go
+    to the cache.
 
     weights: of queries and keys, BF16 [hd], or None for no norm; used as 1 + w with `one_plus`. caches: K and V, BF16
     seen flat, blocks cache_stride apart. positions: u32 [T]; slots: int64 [T], a negative one skips the row.

@@ -8,7 +8,7 @@ from .mutants import Mutant, Patch
 _CU, _PY = "spark_qk_norm_rope_cache.cu", "spark_qk_norm_rope_cache.py"
 _BF16 = "spark_qk_norm_rope_cache::spark_qk_norm_rope_cache"
 _FP8 = _BF16 + "_fp8"
-_TURNED_PY = "turned = _headwise(keys, weights[1], positions, rotary_dim, eps, theta, one_plus)"
+_TURNED_PY = "keys[...] = _headwise(keys, weights[1], positions, rotary_dim, eps, theta, one_plus)"
 _START_PY = "start = slot // block_size * cache_stride + slot % block_size * made.shape[1]"
 _PLUS_CU = "made = shape.one_plus ? spark_scale_pair<true>(word, r, w) : spark_scale_pair<false>(word, r, w);"
 _BLOCK_CU = "const size_t to = block * shape.cache_stride +"
@@ -23,13 +23,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _BF16,
         "keys with the weight of queries",
-        cu=Patch(_CU, "make_head(K + from, k_weight, shape,", "make_head(K + from, q_weight, shape,"),
+        cu=Patch(_CU, "make_head(x, k_weight, shape, position, [=]", "make_head(x, q_weight, shape, position, [=]"),
         py=Patch(_PY, _TURNED_PY, _TURNED_PY.replace("weights[1]", "weights[0]")),
     ),
     Mutant(
         _BF16,
         "values rotated too",
-        py=Patch(_PY, "enumerate((turned, values))", "enumerate((turned, turned))"),
+        py=Patch(_PY, "enumerate((keys, values))", "enumerate((keys, keys))"),
     ),
     Mutant(
         _BF16,

@@ -40,30 +40,31 @@ class Rows:
         self.cache_stride = block_size * kv_heads * size + (8 * gap if fp8 else 0)
 
     def outputs(self, gpu: GpuBackend) -> list[Output]:
-        """Queries, K cache and V cache."""
+        """Queries, keys, K cache and V cache."""
         dtype = np.dtype(np.uint8) if self.fp8 else self.query.dtype
         zeros = np.zeros(3 * self.cache_stride, dtype)
         return [
             Output(gpu, self.query.shape, content=self.query),
+            Output(gpu, self.keys.shape, content=self.keys),
             *(Output(gpu, zeros.shape, dtype, content=zeros) for _ in range(2)),
         ]
 
     def fused(self, gpu: GpuBackend) -> list[Array]:
         rows, heads, kv_heads, size, rotary, block_size, gap = self.shape
-        query, *caches = self.outputs(gpu)
+        query, keys, *caches = self.outputs(gpu)
         weights = [None, None] if self.weights is None else [upload(gpu, weight) for weight in self.weights]
         ops.spark_qk_norm_rope_cache(
-            gpu, gpu.kernel(MODULE, f"{MODULE}_fp8" if self.fp8 else MODULE), query.ptr, upload(gpu, self.keys),
+            gpu, gpu.kernel(MODULE, f"{MODULE}_fp8" if self.fp8 else MODULE), query.ptr, keys.ptr,
             upload(gpu, self.values), *weights, *(cache.ptr for cache in caches), upload(gpu, self.positions),
             upload(gpu, self.slots), 1, 1, rows, heads, kv_heads, size, rotary, block_size, heads * size + gap,
             self.cache_stride, self.one_plus, EPS, THETA, gpu.default_stream(), fp8_scales=SCALES if self.fp8 else None,
         )  # fmt: skip
-        return [each.read() for each in (query, *caches)]
+        return [each.read() for each in (query, keys, *caches)]
 
     def composed(self, gpu: GpuBackend) -> list[Array]:
         rows, heads, kv_heads, size, rotary, block_size, gap = self.shape
-        query, *caches = self.outputs(gpu)
-        keys, values = Output(gpu, self.keys.shape, content=self.keys), upload(gpu, self.values)
+        query, keys, *caches = self.outputs(gpu)
+        values = upload(gpu, self.values)
         stream, step = gpu.default_stream(), 2 * (heads * size + gap)
         norm = gpu.kernel("norm", "rms_norm") if self.one_plus else gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
         q_weight, k_weight = (None, None) if self.weights is None else (upload(gpu, w) for w in self.weights)
@@ -89,7 +90,7 @@ class Rows:
                 gpu, gpu.kernel("reshape_and_cache", "reshape_and_cache_flash"), keys.ptr, values, *pools, *numbers,
                 kv_heads * size, kv_heads * size, stream,
             )  # fmt: skip
-        return [each.read() for each in (query, *caches)]
+        return [each.read() for each in (query, keys, *caches)]
 
 
 def check(gpu: GpuBackend, rng: np.random.Generator, fp8: bool) -> None:
@@ -99,7 +100,9 @@ def check(gpu: GpuBackend, rng: np.random.Generator, fp8: bool) -> None:
         assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
     for shape in SHAPES:
         made = Rows(rng, shape, True, shape[0] % 2 == 0, fp8)
-        for name, got, wanted in zip(("Q", "K", "V"), made.fused(gpu), made.composed(gpu), strict=True):
+        for name, got, wanted in zip(
+            ("Q", "K", "K cache", "V cache"), made.fused(gpu), made.composed(gpu), strict=True
+        ):
             assert_same_bits(got, wanted, f"{name} of {shape}")
 
 

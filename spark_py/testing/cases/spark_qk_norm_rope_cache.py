@@ -71,7 +71,7 @@ def _case(shape: Shape, fp8: bool = False, norm: bool = True, one_plus: bool = T
     )
     turned = bits() if still else within(1, slack=_slack("Q"))
     keys = bits() if still or fp8 else within(1, slack=_slack("K"))
-    bounds = {"Q": turned, "k_cache": keys, "v_cache": bits()}
+    bounds = {"Q": turned, "K": bits() if still else within(1, slack=_slack("K")), "k_cache": keys, "v_cache": bits()}
     return Case(name, _arguments(shape, fp8, norm, one_plus, still), bounds, (heads + 2 * kv_heads, rows, 1))
 
 
