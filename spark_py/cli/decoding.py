@@ -24,6 +24,7 @@ from spark_py.model.weight_loader import forced_quantization
 from spark_py.runtime import open_backend
 from spark_py.runtime.errors import ConfigError, InvalidArgumentError
 
+from .decoding_notes import note_on_modes
 from .decoding_request import HeadRuns, Request, decoding_options
 
 __all__ = ["Request", "Run", "decode", "decoding_options", "default_prompts", "report"]
@@ -281,10 +282,13 @@ def _table(runs: Sequence[Run], width: int) -> Table:
     why = ": only a bf16 head can be shown it" if first.quantization else ""
     if FAMILIES[first.family].several_modules:
         why = ": several modules are shown it with refeed alone"
+    notes = [f"* {unfed}{why}"] if heads else []
+    if note := note_on_modes(runs):
+        notes.append(note)
     table = Table(
         title=title + ("" if heads or first.drafter_prefill else f"; {unfed}"),
         title_justify="left",
-        caption=f"* {unfed}{why}" if heads else None,
+        caption="\n".join(notes) or None,
         caption_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,

@@ -15,6 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from spark_py.cli import decoding, demo, main
+from spark_py.cli.decoding import Run
+from spark_py.cli.decoding_notes import note_on_modes
 from spark_py.cli.decoding_request import Request
 from spark_py.model.checkpoint import FAMILIES
 from spark_py.model.layers.hidden_mode import HiddenMode
@@ -172,6 +174,35 @@ def test_the_table(start: Start, backend_name: str, monkeypatch: pytest.MonkeyPa
     assert "\u2026" not in narrow, "cut"
     assert re.search(r"reference\* +verified ", narrow)
     assert " +refeed " in narrow
+
+
+def run_of(mode: str, per_position: list[int], steps: int = 20, prompt: bool = True) -> Run:
+    accepted, drafted = sum(per_position), len(per_position)
+    values = dict.fromkeys(Run.__slots__, "") | {
+        "hidden_mode": mode,
+        "drafter_prefill": prompt,
+        "num_drafts": drafted,
+        "verify_steps": steps,
+        "accepted": accepted,
+        "per_position": per_position,
+        "mean_accepted_length": 1 + accepted / steps,
+    }
+    return Run(**values)
+
+
+def test_what_the_table_says_where_reference_is_not_the_best() -> None:
+    """Accepted drafts a step, of 20 steps: 3 in 10 of them and 0 in the others have a variance of 2.25."""
+    reference = run_of("reference", [10, 10, 10])
+    assert note_on_modes([reference, run_of("collapsed", [10, 10, 9])]) is None
+    assert note_on_modes([reference, run_of("reference", [20, 20, 20], prompt=False)]) is None, "one mode"
+    near = note_on_modes([run_of("reference", [9], 10), reference, run_of("collapsed", [12, 12, 12])])
+    error = (2.25 / 20 + 9 * 0.6 * 0.4 / 20) ** 0.5
+    assert near is not None
+    assert f"0.30 longer, with a standard error of {error:.2f}" in near
+    assert "does not tell them apart" in near
+    far = note_on_modes([reference, run_of("collapsed", [10, 10, 10]), run_of("collapsed", [19, 19, 19], prompt=False)])
+    assert far is not None
+    assert far.endswith("drafts better from that")
 
 
 def test_a_folder_as_published(
