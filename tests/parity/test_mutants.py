@@ -18,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from spark_py.model.checkpoint import open_checkpoint
 from spark_py.model.layers.mtp_head import MtpHead
-from spark_py.model.layers.mtp_head import forward as head_module
-from spark_py.model.target import qwen3_next as target_module
-from spark_py.runtime.gpu import GpuBackend
+from spark_py.model.layers.mtp_head import attention as head_module
+from spark_py.model.target import decoder as target_module
+from spark_py.runtime.gpu import DevicePtr, GpuBackend
 from tests.parity.support import MAX_SEQ_LEN, Array, Part, check, first_sequence, load, run_head, run_target
 from tools.goldens import checkpoint
 
@@ -94,16 +94,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def no_gate(patch: pytest.MonkeyPatch) -> None:
     for module in (target_module, head_module):
         patch.setattr(module, "sigmoid_gate_mul", lambda *_: None)
+    merge = head_module.spark_paged_decode_merge
+    patch.setattr(head_module, "spark_paged_decode_merge", lambda *args: merge(*args[:5], DevicePtr.NULL, *args[6:]))
 
 
 def whole_scale(patch: pytest.MonkeyPatch) -> None:
     """Attention without 1 / sqrt(head_dim), that is the only parameter between 0 and 1."""
-    for module in (target_module, head_module):
-        attend = module.paged_decode_attn
+    for module, name in ((target_module, "paged_decode_attn"), (head_module, "spark_paged_decode_split")):
+        attend = getattr(module, name)
         patch.setattr(
             module,
-            "paged_decode_attn",
-            lambda *args, attend=attend: attend(*(1.0 if isinstance(x, float) else x for x in args)),
+            name,
+            lambda *args, attend=attend, **kind: attend(*(1.0 if isinstance(x, float) else x for x in args), **kind),
         )
 
 
