@@ -37,7 +37,7 @@ MODEL_TYPES = {
 
 _MTP_MODULES = ("num_mtp_modules", "mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 _BIASED = ("glm4_moe",)
-"""Families whose attention may have biases: of a draft head alone, since they have no target here."""
+"""Families whose draft heads may have biases in their attention; targets refuse them."""
 _IGNORE_LISTS = ("ignore", "ignored_layers", "ignore_modules", "modules_to_not_convert", "exclude_modules")
 """Names that compressed-tensors, Hugging Face's FP8 and modelopt have for one and the same list."""
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -11,6 +11,7 @@ import pytest
 from spark_py.model.config import ModelConfig
 from spark_py.model.layers.moe_routing import MoeRouting
 from spark_py.model.layers.mtp_head import HeadBody, NormConvention, QkNorm, SharedExpert
+from spark_py.model.target.weights import check_offered
 from spark_py.runtime.errors import ConfigError, UnsupportedError
 from tests.model.support import RAW
 
@@ -109,6 +110,12 @@ def test_glm_4_5() -> None:
     assert HeadBody.of(c).qk_norm is QkNorm.NONE
     assert HeadBody.of(c).shared_expert is SharedExpert.NONE
     assert HeadBody.of(c).hidden_first
+
+
+def test_a_target_refuses_the_biases_that_a_head_may_have() -> None:
+    check_offered(ModelConfig.from_dict(GLM))
+    with pytest.raises(UnsupportedError, match="attention_bias"):
+        check_offered(ModelConfig.from_dict(GLM | {"attention_bias": True}))
 
 
 def test_qwen_is_the_default() -> None:

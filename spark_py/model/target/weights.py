@@ -261,11 +261,13 @@ def _of_stack(joint: DenseWeight, down: DenseWeight, expert: int) -> DenseExpert
 
 
 def check_offered(config: ModelConfig) -> None:
-    """UnsupportedError unless every layer has full attention, InvalidArgumentError for sizes that the kernels do not
-    take."""
+    """UnsupportedError unless every layer has full attention without biases, InvalidArgumentError for sizes that the
+    kernels do not take."""
     for layer, kind in enumerate(config.layer_types):
         if kind != FULL_ATTENTION:
             raise UnsupportedError(f"layer {layer} has {kind}: this target runs {FULL_ATTENTION} only")
+    if config.attention_bias:
+        raise UnsupportedError("attention_bias is true: this target's projections have no biases, a draft head's may")
     steps = {"hidden_size": 8, "head_dim": 32}
     sparse = [config.is_sparse_layer(layer) for layer in range(config.num_hidden_layers)]
     if not all(sparse):
