@@ -46,6 +46,7 @@ CPU_ROOMS = ("--ignore=tests/emulator", "--ignore=tests/tools")
 """Tests that take minutes of a CPU and have no use for a GPU."""
 _DEMO_COLUMNS = (
     "quantization",
+    "hidden_mode",
     "drafter_prefill",
     "num_drafts",
     "row_policy",
@@ -64,21 +65,20 @@ BENCHMARKS = {
     "kernels": ["tools/bench_kernels.py"],
     "drafts": ["tools/bench_propose.py"],
 }
+
+
+def _demo(backend: str, family: str) -> list[str]:
+    return ["-m", "spark_py.cli.main", "demo", "--backend", backend, "--family", family, "--json"]
+
+
 DEMO = {
     "kernels emulated and on the GPU": ["tools/compare_emulated.py"],
     "backends compared": ["tools/compare_backends.py"],
-    "on the GPU": ["-m", "spark_py.cli.main", "demo", "--backend", "cuda", "--json"],
-    "on the CPU": ["-m", "spark_py.cli.main", "demo", "--backend", "host", "--json"],
-    "experts, on the GPU": [
-        "-m",
-        "spark_py.cli.main",
-        "demo",
-        "--family",
-        "qwen3_next_moe",
-        "--backend",
-        "cuda",
-        "--json",
-    ],
+    "on the GPU": _demo("cuda", "qwen3_next"),
+    "on the CPU": _demo("host", "qwen3_next"),
+    "experts, on the GPU": _demo("cuda", "qwen3_next_moe"),
+    "several modules, on the GPU": _demo("cuda", "minimax_m2"),
+    "DeepSeek-V4, on the GPU": _demo("cuda", "deepseek_v4"),
 }
 """The CPU beside the GPU, and what the demo checkpoint does on both: name -> a command of Python that prints JSON."""
 
