@@ -387,7 +387,8 @@ NVFP4_SET = ALWAYS | FP8_KV | PACKED | {
 ROUTED = {"moe_topk::moe_topk_softmax", "moe_expert_gemv::moe_weighted_sum_blend"} | SILU
 BATCHED = {
     "argmax::argmax_bf16_batch", "argmax::argmax_bf16_batch_lp", "embed_from_argmax::batched_embed",
-    "spark_qk_norm_rope_cache::spark_qk_norm_rope_cache",
+    "spark_qk_norm_rope_cache::spark_qk_norm_rope_cache", "spark_norm_rows::spark_norm_concat",
+    "spark_norm_rows::spark_add_then_norm",
 }  # fmt: skip
 BATCHM = {"dense_gemv_bf16_batchm::dense_gemv_bf16_batchm", "spark_gemv_rows::spark_gemv_rows"}
 FP8_ROWS = {"gemv_fp8w::spark_dense_gemv_fp8w_batchm"}

@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....ops.norm import rms_norm
 from ....ops.paged_decode import paged_decode_attn
 from ....ops.paged_decode_fp8 import paged_decode_attn_fp8
 from ....ops.reshape_and_cache import reshape_and_cache, reshape_and_cache_fp8
@@ -33,9 +32,8 @@ from ....runtime.gpu import DevicePtr, KernelHandle, StreamLike
 from ...layer import AttnMetadataDev
 from ...weight_map import DenseWeight, MtpWeights
 from .body import QkNorm
-from .ffn import MtpHeadFfn
 from .new import BF16_BYTES, KV_BLOCK_SIZE
-from .types import NormConvention
+from .norms import MtpHeadNorms
 
 __all__ = ["KV_SCALE", "MtpHeadAttention"]
 
@@ -56,7 +54,7 @@ class SplitAttention:
     sums: DevicePtr
 
 
-class MtpHeadAttention(MtpHeadFfn):
+class MtpHeadAttention(MtpHeadNorms):
     """Attention of drafter rows."""
 
     split_attention: SplitAttention | None = None
@@ -110,7 +108,7 @@ class MtpHeadAttention(MtpHeadFfn):
         metas: Sequence[AttnMetadataDev],
         stream: StreamLike,
     ) -> None:
-        """Queries normed and rotated in place, keys and values in the pool; `keys` are not of use to anybody then."""
+        """Queries and keys normed and rotated in place, keys and values in the pool."""
         gpu, nq, nkv, hd, n = self.gpu, self.nq, self.nkv, self.hd, len(metas)
         strides = (1, 1) if n == 1 else _strides(metas, ("positions", 4), ("slot", 8))
         whole = self.body.qk_norm is QkNorm.WHOLE
@@ -128,7 +126,7 @@ class MtpHeadAttention(MtpHeadFfn):
         spark_qk_norm_rope_cache(
             gpu, self.spark_qk_norm_rope_cache_k, queries, keys, values, *norms, kv.k_pool_ptr(layer),
             kv.v_pool_ptr(layer), metas[0].positions, metas[0].slot, *strides, n, nq, nkv, hd, self.rotary_dim,
-            KV_BLOCK_SIZE, self.q_width, kv.cache_stride(layer), self.body.norm is NormConvention.ONE_PLUS_W, self.eps,
+            KV_BLOCK_SIZE, self.q_width, kv.cache_stride(layer), self._one_plus, self.eps,
             self.rope_theta, stream, fp8_scales=None if self.kv_bf16 else (KV_SCALE, KV_SCALE),
         )  # fmt: skip
 
@@ -153,11 +151,6 @@ class MtpHeadAttention(MtpHeadFfn):
             self._rms_norm(x, weight, x, rows, heads * self.hd, stream)
         else:
             self._rms_norm(x, weight, x, rows * heads, self.hd, stream)
-
-    def _rms_norm(
-        self, source: DevicePtr, weight: DenseWeight, output: DevicePtr, rows: int, width: int, stream: StreamLike
-    ) -> None:
-        rms_norm(self.gpu, self.rms_norm_k, source, weight, output, rows, width, self.eps, stream)
 
     def _query(self, queries: DevicePtr, row: int) -> DevicePtr:
         return queries.offset(row * self.q_width * BF16_BYTES)

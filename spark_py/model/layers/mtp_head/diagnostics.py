@@ -47,10 +47,13 @@ def stage_norms(
     def part(of: DevicePtr, width: int, start: int = 0) -> tuple[DevicePtr, int]:
         return of.offset(BF16_BYTES * (start + row * width)), width
 
+    def half(second: bool) -> tuple[DevicePtr, int]:
+        return buf.ssm_ba().offset(BF16_BYTES * h * (2 * row + second)), h
+
     stages: dict[str, tuple[DevicePtr, int]] = {
         "embedding": part(buf.ssm_qkvz(), h),
-        "normed embedding": part(buf.ssm_deinterleaved(), h),
-        "normed hidden": part(buf.ssm_gates(), h),
+        "normed embedding": half(head.body.hidden_first),
+        "normed hidden": half(not head.body.hidden_first),
         "query": (qkv.offset(BF16_BYTES * row * head.q_width), q),
         "gate": (qkv.offset(BF16_BYTES * (row * head.q_width + q)), q),
         "key": part(qkv, kv, keys),

@@ -11,12 +11,10 @@ import numpy as np
 
 from ....ops.argmax import argmax_bf16
 from ....ops.embed_from_argmax import embed_from_argmax
-from ....ops.norm import residual_add_rms_norm
-from ....ops.residual_add import bf16_concat, residual_add
+from ....ops.residual_add import residual_add
 from ....runtime.gpu import DevicePtr, StreamLike
 from ....runtime.scratch import ScratchRegion
 from ...layer import AttnMetadataDev, ForwardContext
-from ...weight_map import DenseWeight
 from ..mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
 from .attention import MtpHeadAttention
 from .grammar import MaskWords, masked_argmax
@@ -106,11 +104,13 @@ class MtpHeadForward(MtpHeadAttention):
     ) -> None:
         """Steps 2 to 12, from the embedding row to `logits`: launches and copies on the device alone, unless
         `ffn_reads_back`. What differs from row to row lies behind `embed`, `target_hidden` and `meta`."""
-        self._forward_body(embed, target_hidden, meta, ctx, stream)
+        buf = ctx.buffers
+        moe_output = self._forward_to_ffn(embed, target_hidden, meta, ctx, stream)
 
-        # 11. Final norm.  12. LM head.
-        self._final_norm(ctx, stream)
-        self._lm_head(ctx.buffers.norm_output(), ctx.buffers.logits(), stream)
+        # 10. Residual.  11. Final norm.  12. LM head.
+        norm_output = buf.norm_output()
+        self._add_then_norm(buf.hidden_states(), moe_output, self.norm, norm_output, stream)
+        self._lm_head(norm_output, buf.logits(), stream)
 
     def _final_norm(self, ctx: ForwardContext, stream: StreamLike) -> None:
         buf = ctx.buffers
@@ -120,21 +120,21 @@ class MtpHeadForward(MtpHeadAttention):
         self, embed: DevicePtr, target_hidden: DevicePtr, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
     ) -> None:
         """Steps 2 to 10, from the embedding row to `hidden_states`."""
-        gpu, buf = self.gpu, ctx.buffers
+        moe_output = self._forward_to_ffn(embed, target_hidden, meta, ctx, stream)
+        residual_add(self.gpu, self.residual_add_k, ctx.buffers.hidden_states(), moe_output, self.h, stream)
+
+    def _forward_to_ffn(
+        self, embed: DevicePtr, target_hidden: DevicePtr, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
+    ) -> DevicePtr:
+        """Steps 2 to 10 but for the last addition: the address of what is to be added to `hidden_states`."""
+        buf = ctx.buffers
         h, hd, nq, nkv = self.h, self.hd, self.nq, self.nkv
         hidden, residual, norm_output = buf.hidden_states(), buf.residual(), buf.norm_output()
 
-        # 2. Norms of both inputs. From here on target_hidden is not read again.
-        normed_embed, normed_hidden = buf.ssm_deinterleaved(), buf.ssm_gates()
-        self._rms_norm(embed, self.pre_fc_norm_embedding, normed_embed, 1, h, stream)
-        self._rms_norm(target_hidden, self.pre_fc_norm_hidden, normed_hidden, 1, h, stream)
-
-        # 3. [embedding | hidden], or the other way round.  4. fc.  5. Residual.
-        concat = buf.ssm_ba()
-        first, second = self._in_order(normed_embed, normed_hidden)
-        bf16_concat(gpu, self.bf16_concat_k, first, second, concat, h, stream)
+        # 2. Norms of both inputs; from here on target_hidden is not read again.  3. [embedding | hidden], or the other
+        # way round.  4. fc.  5. The residual is first read after step 9, which writes it.
+        concat = self._norm_inputs(embed, target_hidden, 1, ctx, stream)
         self.gemv(concat, self.fc, hidden, h, 2 * h, stream)
-        gpu.copy_d2d_async(hidden, residual, h * BF16_BYTES, stream)
 
         # 6. Input norm.
         self._rms_norm(hidden, self.input_layernorm, norm_output, 1, h, stream)
@@ -154,49 +154,15 @@ class MtpHeadForward(MtpHeadAttention):
         self.gemv(attn_output, self.o_proj, norm_output, h, q_elements, stream)
         self._residual_add_rms_norm(hidden, norm_output, self.post_attn_layernorm, norm_output, residual, stream)
 
-        # 10. FFN and residual.
-        moe_output = self.ffn(norm_output, ctx, stream)
-        residual_add(gpu, self.residual_add_k, hidden, moe_output, h, stream)
+        # 10. FFN.
+        return self.ffn(norm_output, ctx, stream)
 
     # ------------------------------------------------------------ pieces
-
-    def _in_order(self, embed: DevicePtr, hidden: DevicePtr) -> tuple[DevicePtr, DevicePtr]:
-        """The two inputs as the columns of `fc` have them."""
-        return (hidden, embed) if self.body.hidden_first else (embed, hidden)
-
-    def _concat_rows(
-        self, embed: DevicePtr, hidden: DevicePtr, concat: DevicePtr, rows: int, stream: StreamLike
-    ) -> None:
-        """concat BF16 [rows, 2h] of BF16 [rows, h] each."""
-        row = self.h * BF16_BYTES
-        first, second = self._in_order(embed, hidden)
-        for source, target in ((first, concat), (second, concat.offset(row))):
-            self.gpu.copy_d2d_2d_async(source, row, target, 2 * row, row, rows, stream)
 
     def output_row(self, ctx: ForwardContext) -> DevicePtr:
         """BF16 [h], where a row's draft leaves what the next draft or module goes on from: `hidden_states`, or
         `norm_output` where the body chains behind the final norm."""
         return ctx.buffers.norm_output() if self.body.chain_after_norm else ctx.buffers.hidden_states()
-
-    def _residual_add_rms_norm(
-        self,
-        hidden: DevicePtr,
-        src: DevicePtr,
-        weight: DenseWeight,
-        output: DevicePtr,
-        residual: DevicePtr,
-        stream: StreamLike,
-        rows: int = 1,
-    ) -> None:
-        gpu, h = self.gpu, self.h
-        if kernel := self.residual_add_rms_norm_k:
-            residual_add_rms_norm(gpu, kernel, hidden, src, weight, output, residual, rows, h, self.eps, stream)
-            return
-        # A set without the fused kernel for plain weights, whose mean square is of the sums before rounding; here of
-        # those after.
-        residual_add(gpu, self.residual_add_k, hidden, src, rows * h, stream)
-        gpu.copy_d2d_async(hidden, residual, rows * h * BF16_BYTES, stream)
-        self._rms_norm(hidden, weight, output, rows, h, stream)
 
     def _upload_meta(
         self, base: DevicePtr, region_bytes: int, position: int, state: MtpProposerState, stream: StreamLike

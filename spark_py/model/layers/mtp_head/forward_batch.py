@@ -16,7 +16,6 @@ import numpy as np
 from ....ops.argmax import argmax_bf16, argmax_bf16_batch, argmax_bf16_batch_lp
 from ....ops.gemm import dense_gemm_pipelined
 from ....ops.moe_silu_mul import silu_mul
-from ....ops.residual_add import residual_add
 from ....ops.ssm_preprocess import deinterleave_qg
 from ....ops.w4a16_gemm_t import w4a16_gemm_n128_ldb
 from ....ops.w4a16_gemv import w4a16_gemv_qg
@@ -120,20 +119,15 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
     def _forward_batch_rows(
         self, n: int, metas: Sequence[AttnMetadataDev], ctx: ForwardContext, stream: StreamLike
     ) -> None:
-        """Steps 2 to 12 for n rows, from `ssm_qkvz` (embeddings) and `ssm_gates` (hidden rows, normed in place) to
+        """Steps 2 to 12 for n rows, from `ssm_qkvz` (embeddings) and `ssm_gates` (hidden rows) to
         `logits`: launches and copies on the device alone, unless `ffn_reads_back`."""
-        gpu, buf = self.gpu, ctx.buffers
+        buf = ctx.buffers
         h, hd, nkv = self.h, self.hd, self.nkv
         hidden, norm_output = buf.hidden_states(), buf.norm_output()
 
-        # 2. Norms of both inputs.
-        normed_embed, normed_hidden = buf.ssm_deinterleaved(), buf.ssm_gates()
-        self._rms_norm(buf.ssm_qkvz(), self.pre_fc_norm_embedding, normed_embed, n, h, stream)
-        self._rms_norm(normed_hidden, self.pre_fc_norm_hidden, normed_hidden, n, h, stream)
-
-        # 3. [embedding | hidden].  4. fc.  5. The residual is first read after step 9, which writes it.
-        concat = buf.ssm_ba()
-        self._concat_rows(normed_embed, normed_hidden, concat, n, stream)
+        # 2. Norms of both inputs.  3. [embedding | hidden].  4. fc.
+        # 5. The residual is first read after step 9, which writes it.
+        concat = self._norm_inputs(buf.ssm_qkvz(), buf.ssm_gates(), n, ctx, stream)
         self.project_rows(concat, self.fc, hidden, n, h, 2 * h, stream)
 
         # 6. Input norm.
@@ -161,12 +155,9 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         post, residual = self.post_attn_layernorm, buf.residual()
         self._residual_add_rms_norm(hidden, norm_output, post, norm_output, residual, stream, n)
 
-        # 10. FFN and residual.
+        # 10. FFN and residual.  11. Final norm.  12. LM head.
         moe_output = self.ffn_rows(norm_output, n, ctx, stream)
-        residual_add(gpu, self.residual_add_k, hidden, moe_output, n * h, stream)
-
-        # 11. Final norm.  12. LM head.
-        self._rms_norm(hidden, self.norm, norm_output, n, h, stream)
+        self._add_then_norm(hidden, moe_output, self.norm, norm_output, stream, n)
         self._lm_head_rows(norm_output, buf.logits(), n, stream)
 
     def project_rows(
