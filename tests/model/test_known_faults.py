@@ -226,7 +226,24 @@ AND_THEIR_KIND = (
            "model/mtp_head_batch::drafts_are_counted_as_their_rows_are_written")),
 )  # fmt: skip
 
-FAULTS = ACCEPTANCE_AND_STATE + TOKEN_IDS + GRAMMAR + QUANTISED + THE_ENGINES_OWN + AND_THEIR_KIND
+MADE_ON_PURPOSE = (
+    Fault("the norm of queries runs over rows of [Q | gate]",
+          ("model/mtp_head_batch::faults_show", "model/mtp_head_quant::a_fault_is_seen")),
+    Fault("the codes of a byte of NVFP4 are swapped",
+          ("model/mtp_head_quant::a_fault_is_seen", "model/dequant_mutants::mutant_is_caught")),
+    Fault("a scale divides what it should multiply",
+          ("model/mtp_head_quant::a_fault_is_seen", "model/dequant_mutants::mutant_is_caught")),
+    Fault("an FP8 head has an FP8 cache", ("model/mtp_head_quant::large_values_need_a_bf16_pool",)),
+    Fault("a batched GEMV is given more rows than it takes",
+          ("model/mtp_head_batch::a_tier_with_more_rows_than_it_takes_is_refused",)),
+    Fault("slabs of metadata are 2048 bytes apart, however long the sequences",
+          ("model/mtp_head_batch::a_fixed_stride_is_refused_and_not_overrun",)),
+    Fault("drafts are counted when all are made",
+          ("model/mtp_head_batch::drafts_are_counted_as_their_rows_are_written",)),
+    Fault("a graph is kept under its number of sequences alone", ("model/mtp_head_graph_batch::mutants_differ",)),
+)  # fmt: skip
+
+FAULTS = ACCEPTANCE_AND_STATE + TOKEN_IDS + GRAMMAR + QUANTISED + THE_ENGINES_OWN + AND_THEIR_KIND + MADE_ON_PURPOSE
 
 
 @cache
