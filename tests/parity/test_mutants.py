@@ -100,7 +100,8 @@ def no_gate(patch: pytest.MonkeyPatch) -> None:
 
 def whole_scale(patch: pytest.MonkeyPatch) -> None:
     """Attention without 1 / sqrt(head_dim), that is the only parameter between 0 and 1."""
-    for module, name in ((target_module, "paged_decode_attn"), (head_module, "spark_paged_decode_split")):
+    composed, split = "paged_decode_attn", "spark_paged_decode_split"  # the head's choice follows its shape
+    for module, name in ((target_module, composed), (head_module, composed), (head_module, split)):
         attend = getattr(module, name)
         patch.setattr(
             module,
