@@ -20,6 +20,7 @@ from spark_py.model.layers.mtp_multi import MultiModuleMtpHead
 from spark_py.model.levers import ModelLevers
 from spark_py.model.mtp_modules_factory import MtpModulesFactory
 from spark_py.model.row_policy import RowPolicy
+from spark_py.model.speculative import SpeculativeDecoder
 from spark_py.model.target import BLOCK_SIZE, DecoderTarget, load_target_weights
 from spark_py.runtime.buffers import BufferArena
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -196,6 +197,41 @@ def test_the_steps_of_transformers_generate(name: str, model: Model, monkeypatch
     assert clear.mean() > SHARE
     top = np.take_along_axis(found.logits, head.top_ids[rows].astype(np.int64), axis=1)
     assert (np.abs(top - head.top_logits[rows]) <= head.bound()[rows]).all()
+
+
+@pytest.mark.parametrize("name", LOOPS[-1:], indirect=True)
+@pytest.mark.no_sanitizer("80 tokens")
+def test_decoding_takes_the_steps_of_transformers_generate(
+    name: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target, modules and loop together, with nothing of the fixture but the prompts: the same tokens, the same
+    drafts, and as many of them accepted at every step. It is the fixture where no two logits that matter are near."""
+    target, head = parts(name)
+    arrays, taken, drafted = head.arrays, [], []
+    propose = model.head.propose
+
+    def seen(token: int, hidden: DevicePtr, position: int, *args: Any, **kwargs: Any) -> list[int]:
+        found = propose(token, hidden, position, *args, **kwargs)
+        taken.append(position)
+        drafted.append(found)
+        return found
+
+    monkeypatch.setattr(model.head, "propose", seen)
+    decoder = SpeculativeDecoder(model.target, model.head, head.drafts, (), LEVERS)
+    steps = iter(np.split(arrays["loop_positions"], np.cumsum(arrays["loop_steps"])[:-1]))
+    drafts = iter(arrays["loop_drafts"].reshape(-1, head.drafts).tolist())
+    for tokens in np.split(target.tokens, np.cumsum(target.lengths)[:-1]):
+        first = modules_cases.FIRST
+        result = decoder.generate(tokens[:first].tolist(), len(tokens) - first)
+        assert result.tokens == tokens[first:].tolist()
+        # In its last steps the loop here asks for no more drafts than tokens are wanted.
+        wanted = next(steps).tolist()
+        for position, found, known in zip(taken, drafted, [next(drafts) for _ in wanted], strict=False):
+            assert position == wanted.pop(0)
+            assert found == known[: len(found)]
+        assert len(taken) >= 10
+        taken.clear()
+        drafted.clear()
 
 
 def test_the_fixture_is_of_the_checkpoint_that_the_seed_gives(name: str, tmp_path: Path) -> None:

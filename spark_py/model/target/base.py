@@ -32,8 +32,9 @@ class TargetState:
     """One sequence in a target: the tokens it has processed, its KV blocks and the hidden row of every token.
 
     `hidden` is BF16 [max_seq_len, hidden_size] on the device: row i is the raw residual stream (before the final norm)
-    after token i. Rows from `seq_len` on are stale. `streams`, of a target that keeps them: what `hidden` was collapsed
-    from, `stream_bytes` a token; the model says in which format.
+    after token i; behind that norm where the family's drafters go on from there (`HeadBody.chain_after_norm`). Rows
+    from `seq_len` on are stale. `streams`, of a target that keeps them: what `hidden` was collapsed from,
+    `stream_bytes` a token; the model says in which format.
     """
 
     hidden: DevicePtr
@@ -71,8 +72,8 @@ class TargetRows:
     """What a forward over some rows gave.
 
     `picks` are the greedy choices, of every row after `verify`, of the last one after `prefill` and `decode`; equal
-    maxima give the lowest id. `hidden` addresses the rows' raw residual hidden, BF16 [rows, hidden_size], kept in the
-    state. `logits` are those that `picks` came from, BF16 [len(picks), vocab], on the host; None unless asked for.
+    maxima give the lowest id. `hidden` addresses the rows' hidden, BF16 [rows, hidden_size], as the state keeps
+    them. `logits` are those that `picks` came from, BF16 [len(picks), vocab], on the host; None unless asked for.
     """
 
     picks: tuple[int, ...]

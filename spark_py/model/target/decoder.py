@@ -108,7 +108,14 @@ class DecoderTarget(PagedTarget):
                     self._add_norm(ffn, layers[index + 1].input_layernorm, m, stream)
                 else:
                     residual_add(gpu, self._residual_add_k, hidden, ffn, m * h, stream)
-        gpu.copy_d2d_async(hidden, state.hidden.offset(_BF16 * start * h), _BF16 * m * h, stream)
+        # Drafters go on from what the modules of the family were trained on.
+        rows = super()._final_norm(hidden, m, stream) if self.body.chain_after_norm else hidden
+        gpu.copy_d2d_async(rows, state.hidden.offset(_BF16 * start * h), _BF16 * m * h, stream)
+
+    def _final_norm(self, hidden: DevicePtr, rows: int, stream: StreamLike) -> DevicePtr:
+        if self.body.chain_after_norm:
+            return hidden  # a state's rows have it behind them
+        return super()._final_norm(hidden, rows, stream)
 
     def _add_norm(self, src: DevicePtr, weight: DenseWeight, m: int, stream: StreamLike) -> None:
         """hidden_states += src; norm_output = their norm. BF16 [m, h] each."""

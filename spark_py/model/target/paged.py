@@ -132,11 +132,10 @@ class PagedTarget(Target):
         return TargetRows(tuple(picked), state.hidden_row(start), np.concatenate(logits) if logits else None)
 
     def _pick(self, hidden: DevicePtr, rows: int, stream: StreamLike) -> list[int]:
-        """Final norm, LM head and argmax of hidden BF16 [rows, h]; logits stay in the arena."""
-        gpu, buf, cfg, vocab = self.gpu, self.buffers, self.config, self.vocab_size
-        h, normed, logits = cfg.hidden_size, buf.norm_output(), buf.logits()
-        rms_norm(gpu, self._rms_norm_k, hidden, self._norm, normed, rows, h, cfg.rms_norm_eps, stream)
-        self._project(normed, self._lm_head, logits, rows, vocab, h, stream)
+        """LM head and argmax of a state's hidden rows BF16 [rows, h]; logits stay in the arena."""
+        gpu, buf, vocab = self.gpu, self.buffers, self.vocab_size
+        normed, logits = self._final_norm(hidden, rows, stream), buf.logits()
+        self._project(normed, self._lm_head, logits, rows, vocab, self.config.hidden_size, stream)
         picks = np.empty(rows, np.uint32)
         with buf.lease(ScratchRegion.propose_ids(rows)) as ids:
             if self._argmax_batch_k:
@@ -147,6 +146,12 @@ class PagedTarget(Target):
                     argmax_bf16(gpu, self._argmax_k, at, to, vocab, stream)
             gpu.copy_d2h_on_stream(ids.ptr, picks, stream)
         return [int(pick) for pick in picks]
+
+    def _final_norm(self, hidden: DevicePtr, rows: int, stream: StreamLike) -> DevicePtr:
+        """Where BF16 [rows, h] are behind the final norm: in norm_output."""
+        normed, h, eps = self.buffers.norm_output(), self.config.hidden_size, self.config.rms_norm_eps
+        rms_norm(self.gpu, self._rms_norm_k, hidden, self._norm, normed, rows, h, eps, stream)
+        return normed
 
     def _read_logits(self, rows: int, stream: StreamLike) -> np.ndarray[Any, Any]:
         logits = np.empty((rows, self.vocab_size), ml_dtypes.bfloat16)
