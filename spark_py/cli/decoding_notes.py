@@ -35,10 +35,10 @@ def note_on_modes(runs: Sequence[Run]) -> str | None:
     if difference <= 0.0:
         return None
     error = math.hypot(_standard_error(best), _standard_error(reference))
-    what = f"the best mean length without reference hidden and prompt is {difference:.2f} longer"
+    what = f"{best.hidden_mode}{'' if best.drafter_prefill else '*'} is {difference:.2f} tokens a step above reference"
     if difference < _ERRORS * error:
         return f"{what}, with a standard error of {error:.2f}: this text does not tell them apart"
-    return f"{what}, with a standard error of {error:.2f}: on this text the head drafts better from that"
+    return f"{what}, with a standard error of {error:.2f}: on this text the head drafts better so"
 
 
 def _length(run: Run) -> float:
