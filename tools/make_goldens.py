@@ -4,7 +4,8 @@
 
 Needs torch and transformers, which nothing else here does: pip install 'torch==2.13.*' 'transformers==5.24.*' ml_dtypes
 safetensors. Two fixtures are made from checkpoints that a seed gives, without and with experts, one from the demo
-checkpoint; `v4` is DeepSeek-V4's layers, target and drafts in both modes, `v4_ffn` its mixture with weights of its own.
+checkpoint; those named after GLM-4.5 and MiniMax-M2 have several MTP modules, `..._loop` the steps of generate
+besides; `v4` is DeepSeek-V4's layers, target and drafts in both modes, `v4_ffn` its mixture with weights of its own.
 """
 
 from __future__ import annotations
