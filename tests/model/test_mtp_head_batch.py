@@ -178,6 +178,16 @@ def test_a_batch_is_its_sequences_alone(
     assert agree(rig, rng, n)
 
 
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_wide_nvfp4_batch_is_its_sequences_alone(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """Rows that are long enough for this project's own kernel."""
+    form = Form(Q.NVFP4, moe=True, nvfp4_lm_head=True)
+    rig, _ = make_form(gpu, rng, monkeypatch, form, hidden_size=256, num_attention_heads=4, head_dim=64)
+    assert agree(rig, rng, n)
+
+
 @pytest.mark.parametrize("form", [form for form in FORMS if form.quant is not Q.BF16], ids=str)
 def test_many_sequences(gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
     """FP8 and NVFP4 heads are exact at every width, also where the LM head is BF16."""

@@ -394,6 +394,7 @@ BATCHM = {"dense_gemv_bf16_batchm::dense_gemv_bf16_batchm", "spark_gemv_rows::sp
 FP8_ROWS = {"gemv_fp8w::spark_dense_gemv_fp8w_batchm"}
 GEMMS = {"gemm::dense_gemm_bf16", "gemm::dense_gemm_bf16_pipelined"} | BATCHM
 WIDTHS = {f"w4a16_gemv::w4a16_gemv_batch{rows}" for rows in (4, 5, 6, 7, 8, 16, 32)}
+WIDTHS |= {"spark_w4a16_gemv_rows::spark_w4a16_gemv_rows"}
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,18 @@ def test_nvfp4_kernels(
     compare(rig, exact, rng)
 
 
+def test_nvfp4_rows_of_whole_stripes_run_the_kernel_for_rows(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = Form(NVFP4, moe=True, nvfp4_lm_head=True)
+    wide = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    rig, exact = make_form(gpu, rng, monkeypatch, form, **wide)
+    names = launched(rig, rng)
+    assert names.count("spark_w4a16_gemv_rows::spark_w4a16_gemv_rows") == 4, "fc, Q and K and V, o_proj, LM head"
+    assert not any(name.startswith("w4a16_gemv") for name in names)
+    compare(rig, exact, rng)
+
+
 @pytest.mark.parametrize("quant", [BF16, FP8])
 @pytest.mark.parametrize("fused", [True, False])
 def test_experts_are_fused_where_the_kernels_are_there(

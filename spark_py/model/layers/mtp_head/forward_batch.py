@@ -138,7 +138,10 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         qg = buf.qkv_output()
         k = qg.offset(n * self.q_width * BF16_BYTES)
         v = k.offset(n * kv_elements * BF16_BYTES)
-        if self._dense_together((self.q_proj, self.k_proj, self.v_proj)) and self._rows_keep_bits(n, self.q_width, h):
+        dense = self._dense_together((self.q_proj, self.k_proj, self.v_proj)) and self._rows_keep_bits(
+            n, self.q_width, h
+        )
+        if dense or self._packed_qkv() is not None:
             self._project_qkv(norm_output, qg, k, v, stream, n)
         else:
             self._project_qg_rows(norm_output, qg, n, stream)

@@ -11,6 +11,7 @@ from ....ops.gemv import dense_gemv
 from ....ops.gemv_fp8w import dense_gemv_fp8w, dense_gemv_fp8w_batchm
 from ....ops.residual_add import residual_add
 from ....ops.spark_gemv_rows import MAX_ROWS, Projection, spark_gemv_rows
+from ....ops.spark_w4a16_gemv_rows import STRIPE, Nvfp4Projection, spark_w4a16_gemv_rows
 from ....ops.ssm_preprocess import deinterleave_qg
 from ....ops.w4a16_gemv import w4a16_gemv, w4a16_gemv_batchm, w4a16_gemv_qg, w4a16_gemv_sw
 from ....ops.w4a16_gemv_fused import w4a16_gemv_dual
@@ -26,6 +27,10 @@ __all__ = ["MtpHeadProjection"]
 BATCHM_ROWS = 8
 """Rows that every batched BF16 or FP8 GEMV of this ABI takes; older ones leave rows beyond it as they were, without a
 word."""
+
+
+STRIPE_ALIGN = 16
+"""Bytes that the own NVFP4 kernel reads at a time."""
 
 
 class MtpHeadProjection(MtpHeadNew):
@@ -46,6 +51,8 @@ class MtpHeadProjection(MtpHeadNew):
                 self._dense_rows(input, [Projection(proj, output, n, n)], 1, k, stream)
             case DenseWeight():
                 dense_gemv(self.gpu, self.dense_gemv_k, input, proj, output, n, k, stream)
+            case QuantizedWeight() if self._takes_packed(proj, k):
+                self._packed_rows(input, [Nvfp4Projection(proj, output, n, n)], 1, k, stream)
             case QuantizedWeight():
                 self.w4a16_decode_gemv(input, proj, output, n, k, stream)
             case Fp8DenseWeight():
@@ -67,6 +74,9 @@ class MtpHeadProjection(MtpHeadNew):
         at a time as the set's batched kernels take."""
         if isinstance(proj, DenseWeight) and self.spark_gemv_rows_k:
             self._dense_rows(input, [Projection(proj, output, n, n)], m, k, stream)
+            return
+        if isinstance(proj, QuantizedWeight) and self._takes_packed(proj, k):
+            self._packed_rows(input, [Nvfp4Projection(proj, output, n, n)], m, k, stream)
             return
         gpu, step = self.gpu, self._rows_at_once(proj)
         for start in range(0, m, step):
@@ -103,6 +113,30 @@ class MtpHeadProjection(MtpHeadNew):
             ]
             rows, a = min(MAX_ROWS, m - start), input.offset(start * k * BF16_BYTES)
             spark_gemv_rows(self.gpu, self.spark_gemv_rows_k, a, some, rows, k, stream, head_dim=head_dim)
+
+    def _packed_rows(
+        self,
+        input: DevicePtr,  # noqa: A002 - the engine's name
+        projections: Sequence[Nvfp4Projection],
+        m: int,
+        k: int,
+        stream: StreamLike,
+        head_dim: int = 0,
+    ) -> None:
+        """`_dense_rows` of NVFP4 weights that `_takes_packed`."""
+        for start in range(0, m, MAX_ROWS):
+            some = [
+                Nvfp4Projection(each.weight, each.output.offset(start * each.stride * BF16_BYTES), each.n, each.stride)
+                for each in projections
+            ]
+            rows, a = min(MAX_ROWS, m - start), input.offset(start * k * BF16_BYTES)
+            kernel = self.spark_w4a16_gemv_rows_k
+            spark_w4a16_gemv_rows(self.gpu, kernel, a, some, rows, k, stream, head_dim=head_dim)
+
+    def _takes_packed(self, proj: QuantizedWeight, k: int) -> bool:
+        """Whether the set's own kernel for rows takes an NVFP4 weight: by its addresses and the length of its rows."""
+        aligned = (proj.weight.address | proj.weight_scale.address) % STRIPE_ALIGN == 0
+        return bool(self.spark_w4a16_gemv_rows_k) and k % STRIPE == 0 and aligned
 
     def _dense_together(self, projections: Sequence[ProjectionWeight]) -> bool:
         """Whether one launch takes all of them: BF16, and a set with the kernel."""
@@ -149,6 +183,12 @@ class MtpHeadProjection(MtpHeadNew):
         """q BF16 [rows, q_width], queries before gates, k and v BF16 [rows, nkv, hd]: all in one launch where
         `_dense_together`, else of one row. Biases are added."""
         weights = (self.q_proj, self.k_proj, self.v_proj)
+        if (packed := self._packed_qkv()) is not None:
+            widths = (self.q_width, self.nkv * self.hd, self.nkv * self.hd)
+            whole = [Nvfp4Projection(*each) for each in zip(packed, (q, k, v), widths, widths, strict=True)]
+            self._packed_rows(normed, whole, rows, self.h, stream, self.hd if self.body.gated else 0)
+            self._add_biases(q, k, v, rows, stream)
+            return
         if not self._dense_together(weights):
             self._project_qg(normed, q, stream)
             self._project_kv(normed, k, v, stream)
@@ -158,6 +198,12 @@ class MtpHeadProjection(MtpHeadNew):
         projections = [Projection(*each) for each in zip(weights, (q, k, v), widths, widths, strict=True)]
         self._dense_rows(normed, projections, rows, self.h, stream, self.hd if self.body.gated else 0)
         self._add_biases(q, k, v, rows, stream)
+
+    def _packed_qkv(self) -> list[QuantizedWeight] | None:
+        """Projections of attention that `_takes_packed`, all three; else None."""
+        weights = (self.q_proj, self.k_proj, self.v_proj)
+        packed = [each for each in weights if isinstance(each, QuantizedWeight) and self._takes_packed(each, self.h)]
+        return packed if len(packed) == len(weights) else None
 
     def _add_biases(self, q: DevicePtr, k: DevicePtr, v: DevicePtr, rows: int, stream: StreamLike) -> None:
         """The biases of the three projections, where the body has them: q BF16 [rows, nq, hd], k and v
