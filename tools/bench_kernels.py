@@ -17,6 +17,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from spark_py.ops import gemm as gemm_ops
 from spark_py.ops import gemv as gemv_ops
 from spark_py.ops import paged_decode
+from spark_py.ops.spark_gemv_rows import Projection, spark_gemv_rows
+from spark_py.ops.spark_paged_decode_split import (
+    partial_bytes,
+    spark_paged_decode_merge,
+    spark_paged_decode_split,
+    sums_bytes,
+)
+from spark_py.ops.spark_w4a16_gemv_rows import Nvfp4Projection, spark_w4a16_gemv_rows
 from spark_py.runtime import DevicePtr, GpuBackend, open_backend
 
 ROTATE_BYTES = 192 << 20
 """More than three times the L2 cache of any GPU so far."""
 Run = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """An NVFP4 weight on the device."""
+
+    weight: DevicePtr
+    weight_scale: DevicePtr
+    weight_scale_2: float
 
 
 class Bench:
@@ -144,6 +162,55 @@ def gemv(bench: Bench, n: int, k: int) -> dict[str, Any]:
     return bench.row(f"gemv n={n} k={k}", ours, theirs, 2.0 * n * k, 2.0 * n * k, worst)
 
 
+def gemv_rows(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
+    """spark_gemv_rows beside torch's product with m rows."""
+    count = copies(2 * n * k)
+    x, out = bench.normal(m, k), bench.normal(m, n)
+    weights = [bench.normal(n, k) for _ in range(count)]
+    kernel = bench.gpu.kernel("spark_gemv_rows", "spark_gemv_rows")
+    px, po, pw = bench.pointer(x), bench.pointer(out), [bench.pointer(w) for w in weights]
+
+    def run(index: int) -> None:
+        projections = [Projection(pw[index], po, n, n)]
+        spark_gemv_rows(bench.gpu, kernel, px, projections, m, k, bench.stream)
+
+    ours = bench.microseconds([run] * count)
+    peer = (lambda i: bench.torch.mv(weights[i], x[0])) if m == 1 else (lambda i: x @ weights[i].T)
+    theirs = bench.torch_microseconds(peer, count)
+    worst = float((out.float() - x.float() @ weights[-1].float().T).abs().max())
+    return bench.row(f"gemv rows m={m} n={n} k={k}", ours, theirs, 2.0 * n * k, 2.0 * m * n * k, worst)
+
+
+def gemv_nvfp4(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
+    """spark_w4a16_gemv_rows on random codes and scales; torch's product is of the same weights in BF16."""
+    torch, nbytes = bench.torch, n * k * 9 / 16
+    count = copies(int(nbytes))
+    x, out = bench.normal(m, k), bench.normal(m, n)
+    shapes = ((n, k // 2, 0, 256), (n, k // 16, 0x28, 0x58))
+    sets = [
+        [torch.randint(low, high, (rows, width), dtype=torch.uint8, device="cuda") for rows, width, low, high in shapes]
+        for _ in range(count)
+    ]
+    kernel = bench.gpu.kernel("spark_w4a16_gemv_rows", "spark_w4a16_gemv_rows")
+    px, po = bench.pointer(x), bench.pointer(out)
+    weights = [Nvfp4(bench.pointer(codes), bench.pointer(scales), 0.0123) for codes, scales in sets]
+
+    def run(index: int) -> None:
+        projections = [Nvfp4Projection(weights[index], po, n, n)]
+        spark_w4a16_gemv_rows(bench.gpu, kernel, px, projections, m, k, bench.stream)
+
+    ours = bench.microseconds([run] * count)
+    codes, scales = sets[-1]
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cuda")
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).reshape(n, k).int()
+    factors = scales.view(torch.float8_e4m3fn).to(torch.bfloat16).repeat_interleave(16, 1) * 0.0123
+    wide = values.to(torch.bfloat16)[nibbles] * factors
+    theirs = bench.torch_microseconds(lambda i: x @ wide.T, 2)
+    exact = x.float() @ wide.float().T
+    worst = float((out.float() - exact).abs().max() / exact.abs().max())
+    return bench.row(f"gemv nvfp4 m={m} n={n} k={k}", ours, theirs, nbytes, 2.0 * m * n * k, worst)
+
+
 def gemm(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     """dense_gemm_bf16_pipelined beside torch.matmul."""
     count = copies(2 * (n * k + m * k))
@@ -161,8 +228,11 @@ def gemm(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     return bench.row(f"gemm m={m} n={n} k={k}", ours, theirs, 2.0 * (n * k + m * k + m * n), 2.0 * m * n * k, worst)
 
 
-def attention(bench: Bench, sequences: int, length: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """paged_decode_attn over a contiguous block table beside torch's scaled_dot_product_attention."""
+def attention(
+    bench: Bench, sequences: int, length: int, heads: int, kv_heads: int, head_dim: int, *, split: bool
+) -> dict[str, Any]:
+    """paged_decode_attn, or with `split` this project's two kernels, over a contiguous block table beside torch's
+    scaled_dot_product_attention."""
     torch, block_size = bench.torch, 16
     blocks = length // block_size
     each = sequences * length * kv_heads * head_dim
@@ -177,26 +247,29 @@ def attention(bench: Bench, sequences: int, length: int, heads: int, kv_heads: i
     pk, pv = [bench.pointer(t) for t in keys], [bench.pointer(t) for t in values]
     scale = 1.0 / math.sqrt(head_dim)
 
+    partial = torch.empty(partial_bytes(sequences, heads, head_dim) // 4, device="cuda")
+    sums = torch.empty(sums_bytes(sequences, heads) // 4, device="cuda")
+    between = [bench.pointer(t) for t in (partial, sums)]
+    own = [
+        bench.gpu.kernel("spark_paged_decode_split", f"spark_paged_decode_{part}") if split else kernel
+        for part in ("split", "merge")
+    ]
+    row = heads * head_dim
+
     def run(index: int) -> None:
-        paged_decode.paged_decode_attn(
-            bench.gpu,
-            kernel,
-            pointers[0],
-            pk[index],
-            pv[index],
-            pointers[1],
-            pointers[2],
-            pointers[3],
-            blocks,
-            sequences,
-            heads,
-            kv_heads,
-            head_dim,
-            block_size,
-            scale,
-            heads * head_dim,
-            0,
-            bench.stream,
+        gpu, stream, (pq, po, pt, pl) = bench.gpu, bench.stream, pointers
+        if not split:
+            paged_decode.paged_decode_attn(
+                gpu, kernel, pq, pk[index], pv[index], po, pt, pl, blocks, sequences, heads, kv_heads, head_dim,
+                block_size, scale, row, 0, stream,
+            )  # fmt: skip
+            return
+        spark_paged_decode_split(
+            gpu, own[0], pq, pk[index], pv[index], *between, pt, pl, blocks, 1, sequences, heads, kv_heads, head_dim,
+            block_size, scale, row, block_size * kv_heads * head_dim, 0, stream,
+        )  # fmt: skip
+        spark_paged_decode_merge(
+            gpu, own[1], *between, po, DevicePtr.NULL, pl, 1, sequences, heads, head_dim, 1.0, row, 0, stream
         )
 
     def peer(index: int) -> Any:
@@ -206,7 +279,8 @@ def attention(bench: Bench, sequences: int, length: int, heads: int, kv_heads: i
     ours = bench.microseconds([run] * count)
     theirs = bench.torch_microseconds(peer, count)
     worst = float((out.float() - peer(count - 1)[:, :, 0].float()).abs().max())
-    name = f"attention seqs={sequences} length={length} heads={heads}/{kv_heads} head_dim={head_dim}"
+    shape = f"seqs={sequences} length={length} heads={heads}/{kv_heads} head_dim={head_dim}"
+    name = f"attention split {shape}" if split else f"attention {shape}"
     return bench.row(name, ours, theirs, 4.0 * each, 4.0 * sequences * length * heads * head_dim, worst)
 
 
@@ -228,9 +302,22 @@ def main() -> int:
             gemm(bench, 128, 5120, 5120),
             gemm(bench, 512, 17408, 5120),
             gemm(bench, 4096, 4096, 4096),
-            attention(bench, 1, 4096, 24, 4, 256),
-            attention(bench, 8, 4096, 24, 4, 256),
-            attention(bench, 64, 1024, 16, 2, 256),
+            *(
+                gemv_rows(bench, m, n, k)
+                for n, k in ((17408, 5120), (5120, 17408), (5120, 10240), (5120, 6144), (4096, 4096), (100_000, 5120))
+                for m in (1, 8)
+            ),
+            *(gemv_nvfp4(bench, m, n, k) for n, k in ((17408, 5120), (100_000, 2048)) for m in (1, 8)),
+            *(
+                attention(bench, sequences, length, heads, kv_heads, 256, split=split)
+                for sequences, length, heads, kv_heads in (
+                    (1, 4096, 24, 4),
+                    (1, 32_768, 24, 4),
+                    (8, 4096, 24, 4),
+                    (64, 1024, 16, 2),
+                )
+                for split in (False, True)
+            ),
         ]
         result = {
             "device": gpu.device_name(),
