@@ -31,10 +31,15 @@ ULPS = {"bfloat16": 2, "float32": 64}
 ulps: one step, or two across a power of two. FP32 outputs (log-probabilities) sum a row of exponentials that the GPU
 gives within 2 + |x| ulps."""
 SMALL = 2.0**-10
+ORDER = {"spark_gemv_rows": 2.0**-16, "spark_w4a16_gemv_rows": 2.0**-16, "spark_paged_decode_split": 2.0**-14}
+"""Modules whose sums are a tensor core's, in an order and with a last bit of its own; for sums that cancel ulps say
+little. What a difference may be, of the buffer's largest element. Softmax weights of the last are two BF16, the second
+of which a last bit of an exponential may change."""
 
 
-def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[bool, int]:
-    """Whether the bytes are equal, and the largest distance in ulps of elements that count; NaN equals NaN."""
+def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], slack: float = 0.0) -> tuple[bool, int]:
+    """Whether the bytes are equal, and the largest distance in ulps of elements that count; NaN equals NaN. Elements
+    that differ by less than `slack` of the largest do not count."""
     if one.tobytes() == other.tobytes():
         return True, 0
     if one.dtype.name not in ULPS:
@@ -43,6 +48,7 @@ def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[
     with np.errstate(all="ignore"):
         largest = float(np.nanmax(np.abs(np.where(np.isfinite(a), a, 0.0)), initial=0.0))
         counts = ~((np.isnan(a) & np.isnan(b)) | (np.maximum(np.abs(a), np.abs(b)) < SMALL * largest))
+        counts &= ~(np.abs(a - b) < slack * largest)
     apart = np.asarray(ulps(one, other))[counts]
     return False, int(apart.max(initial=0))
 
@@ -64,7 +70,8 @@ def main() -> int:
                     written_by(gpu, spec, case, np.random.default_rng([options.seed, number]))
                     for gpu in (emulated, other)
                 ]
-                found = [difference(results[0][name], results[1][name]) for name in results[0]]
+                slack = ORDER.get(spec.module, 0.0)
+                found = [difference(results[0][name], results[1][name], slack) for name in results[0]]
                 kinds = [array.dtype.name for array in results[0].values()]
                 row["cases"] += 1
                 row["equal"] += all(same for same, _ in found)
