@@ -34,6 +34,7 @@ from .support import emulate, launch
 SIMPLE = 'extern "C" __global__ void k(unsigned* out) { out[threadIdx.x] = VALUE; }'
 
 
+@pytest.mark.deep
 def test_every_kernel_compiles_with_the_parameters_of_the_catalogue(tmp_path: Path) -> None:
     emulate(tmp_path, SIMPLE.replace("VALUE", "1u")).close()  # skips where nothing compiles
     seen = 0

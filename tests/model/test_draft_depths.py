@@ -18,6 +18,7 @@ from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.weights import WeightStore
 from tests.model.test_speculative import noisy, plain, right
 from tests.model.tiny import open_target, write_tiny
+from tests.thin import thinned
 
 DEPTHS = [7, 8, 9, 15, 16, 17, 31, 32, 33]
 NEW_TOKENS, FEW = 36, 4
@@ -37,7 +38,7 @@ def test_scripted_drafts(gpu: GpuBackend, rng: np.random.Generator, tmp_path: Pa
         assert target.kv_cache.num_free_blocks() == target.kv_cache.num_blocks()
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("depth", thinned(DEPTHS, keep=[2, 4, 7]))
 @pytest.mark.parametrize("policy", RowPolicy)
 def test_drafts_of_the_head(
     gpu: GpuBackend, rng: np.random.Generator, tmp_path: Path, policy: RowPolicy, depth: int

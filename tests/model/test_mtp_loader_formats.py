@@ -233,6 +233,7 @@ def test_unchanged_source_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.host_only("what a loader does with files does not depend on the backend")
+@pytest.mark.deep
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str, tmp_path: Path) -> None:
     loader = build(*MUTANTS[name])

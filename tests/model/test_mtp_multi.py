@@ -18,6 +18,7 @@ from spark_py.runtime.errors import CapacityError, InvalidArgumentError, KvCache
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
 from tests.model.multi_support import MultiRig, SlowModel, Text, check_rows, make_multi
 from tests.model.support import Array, a_hidden, download, make_rig
+from tests.thin import thinned
 
 STEPS = 300
 MODES = [(RowPolicy.SEED, False), (RowPolicy.VERIFIED, False), (RowPolicy.VERIFIED, True)]
@@ -76,7 +77,7 @@ def test_release_gives_everything_back(gpu: GpuBackend, rng: np.random.Generator
 
 
 @pytest.mark.no_sanitizer("300 steps launch too often for it; the tests of single steps run the same kernels")
-@pytest.mark.parametrize(("policy", "refeed"), MODES, ids=IDS)
+@pytest.mark.parametrize(("policy", "refeed"), thinned(MODES, keep=[2], ids=IDS))
 def test_rows_over_random_accept_patterns(
     gpu: GpuBackend, rng: np.random.Generator, policy: RowPolicy, refeed: bool
 ) -> None:
@@ -151,7 +152,7 @@ def test_after_an_accepted_run_the_seeds_modules_lack_rows(gpu: GpuBackend, rng:
     assert [per.last_pair_key for per in state.per_module] == [10, 11, 5]
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 64, 65, 66, 67, 129, 130])
+@pytest.mark.parametrize("prompt", thinned([1, 2, 3, 4, 64, 65, 66, 67, 129, 130], keep=[1, 3, 5, 6]))
 def test_prompts_around_the_first_rows_and_the_ends_of_chunks(
     gpu: GpuBackend, rng: np.random.Generator, prompt: int
 ) -> None:
@@ -528,6 +529,7 @@ def test_a_pool_that_is_full_in_one_module(
 
 
 @pytest.mark.no_sanitizer("1000 requests launch too often for it")
+@pytest.mark.deep
 @pytest.mark.parametrize(("policy", "refeed"), MODES, ids=IDS)
 def test_a_thousand_requests_lose_nothing(
     gpu: GpuBackend, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, policy: RowPolicy, refeed: bool

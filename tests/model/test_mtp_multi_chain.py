@@ -242,6 +242,7 @@ def rebuilt(mutant: Mutant | None) -> type[MultiModule]:
 
 
 @pytest.mark.no_sanitizer("faults on purpose")
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "mutant", [None, *MUTANTS], ids=lambda m: "unchanged" if m is None else f"{m.put.strip()[:50]}"
 )

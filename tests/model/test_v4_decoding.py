@@ -20,6 +20,7 @@ from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
 from tests.model.tiny import Tiny, open_target, write_tiny
 from tests.model.v4_tiny import write_drafting_v4
+from tests.thin import thinned
 
 POLICIES = [(RowPolicy.SEED, False), (RowPolicy.VERIFIED, False), (RowPolicy.VERIFIED, True)]
 MAX_SEQ_LEN = 96
@@ -39,7 +40,7 @@ def opened(gpu: GpuBackend, tiny: Tiny) -> Iterator[Checkpoint]:
     assert gpu.live_bytes() == before
 
 
-@pytest.mark.parametrize("mode", list(HiddenMode))
+@pytest.mark.parametrize("mode", thinned(HiddenMode, keep=[0]))
 def test_the_tokens_are_those_of_the_plain_run(
     gpu: GpuBackend, tiny: Tiny, rng: np.random.Generator, mode: HiddenMode
 ) -> None:

@@ -33,7 +33,8 @@ that falls to the other side of a near-tie moves a few of them: 8 steps are 0.04
 
 
 @pytest.mark.no_sanitizer("800 verify steps")
-@pytest.mark.parametrize("policy", [pytest.param(p, marks=() if p == "refeed" else pytest.mark.deep) for p in POLICIES])
+@pytest.mark.deep
+@pytest.mark.parametrize("policy", POLICIES)
 def test_acceptance_is_that_of_the_card(
     policy: str, gpu: GpuBackend, backend_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
