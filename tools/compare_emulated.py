@@ -31,7 +31,12 @@ ULPS = {"bfloat16": 2, "float32": 64}
 ulps: one step, or two across a power of two. FP32 outputs (log-probabilities) sum a row of exponentials that the GPU
 gives within 2 + |x| ulps."""
 SMALL = 2.0**-10
-ORDER = {"spark_gemv_rows": 2.0**-16, "spark_w4a16_gemv_rows": 2.0**-16, "spark_paged_decode_split": 2.0**-14}
+ORDER = {
+    "spark_gemv_rows": 2.0**-16,
+    "spark_fp8_gemv_rows": 2.0**-16,
+    "spark_w4a16_gemv_rows": 2.0**-16,
+    "spark_paged_decode_split": 2.0**-14,
+}
 """Modules whose sums are a tensor core's, in an order and with a last bit of its own; for sums that cancel ulps say
 little. What a difference may be, of the buffer's largest element. Softmax weights of the last are two BF16, the second
 of which a last bit of an exponential may change."""

@@ -22,6 +22,7 @@ FAMILIES = (
     "argmax",
     "batchm",
     "spark_gemv_rows",
+    "spark_fp8_gemv_rows",
     "spark_w4a16_gemv_rows",
     "attention",
     "kv_fp8",
