@@ -22,6 +22,7 @@ _COMMANDS = {
     "check": ("spark_py.cli.check", "check_command"),
     "kernels": ("spark_py.cli.kernels", "kernels_command"),
     "conform": ("spark_py.cli.conform", "conform_command"),
+    "bench": ("spark_py.cli.bench", "bench_command"),
     "doctor": ("spark_py.cli.doctor", "doctor_command"),
 }
 """Name -> (module, attribute). A module is imported when its command is asked for."""

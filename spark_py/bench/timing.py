@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""How calls are timed, and how fast this machine's memory is read."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from spark_py.runtime.gpu import GpuBackend
+
+from .random_weights import RandomWeights
+
+__all__ = ["COLD_BYTES", "Bandwidth", "Counted", "Times", "cold_cache", "count_work", "measure", "read_bandwidth"]
+
+COLD_BYTES = 256 << 20
+"""More than twice the L2 cache of any GPU so far."""
+_SUM_BYTES = 4 << 30
+_WARM_UP, _SUMS = 3, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Microseconds of a call on the host's clock: the median, the shortest and the longest."""
+
+    us: float
+    min_us: float
+    max_us: float
+
+
+def measure(action: Callable[[], object], repeats: int, before: Callable[[], None] = lambda: None) -> Times:
+    """Times of `repeats` calls, after three that do not count. `before` runs before each and is not timed."""
+    times = []
+    for repeat in range(repeats + _WARM_UP):
+        before()
+        start = time.perf_counter()
+        action()
+        if repeat >= _WARM_UP:
+            times.append((time.perf_counter() - start) * 1e6)
+    return Times(statistics.median(times), min(times), max(times))
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """`kernels` that a call runs on the device, and `host_calls`, what the host queues for it once it is warm: launches
+    of kernels and graphs, copies and fills."""
+
+    kernels: int
+    host_calls: int
+
+
+def count_work(gpu: GpuBackend, action: Callable[[], object]) -> Counted:
+    """Count the first call of an action, whose graph is not captured yet, and the third, where it replays."""
+    steps = []
+    for _ in range(3):
+        with gpu.trace() as trace:
+            action()
+            steps.append(trace.step())
+    kinds = Counter(entry.kind for entry in steps[0])
+    return Counted(kinds["launch"], len(steps[2]))
+
+
+@contextmanager
+def cold_cache(gpu: GpuBackend, nbytes: float) -> Iterator[Callable[[], None]]:
+    """What empties the L2 cache before a call that reads `nbytes`, and is no more than a wait where a call reads more
+    than the cache holds many times over, or where no GPU is."""
+    stream = gpu.default_stream()
+    if gpu.name != "cuda" or nbytes >= COLD_BYTES:
+        yield lambda: gpu.synchronize(stream)
+        return
+    ptr = gpu.alloc(COLD_BYTES, "bench.cold")
+
+    def empty() -> None:
+        gpu.memset_async(ptr, 0xA5, COLD_BYTES, stream)
+        gpu.synchronize(stream)
+
+    try:
+        yield empty
+    finally:
+        gpu.free(ptr)
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes a second that `reader` read: the median of twelve sums of 4 GiB of random numbers."""
+
+    bytes_per_second: float
+    reader: str
+
+    def floor_us(self, nbytes: float) -> float:
+        """Microseconds that reading so many bytes takes."""
+        return nbytes / self.bytes_per_second * 1e6
+
+
+def read_bandwidth(gpu: GpuBackend) -> Bandwidth | None:
+    """The read bandwidth of a GPU, by torch's sum where torch is there, else by CuPy's, which is a little slower.
+    None without a GPU: on a CPU the time of a draft is that of arithmetic, and a floor would say nothing."""
+    if gpu.name != "cuda":
+        return None
+    try:
+        import torch
+    except ImportError:
+        torch = None
+    make = RandomWeights(gpu)
+    try:
+        ptr = make.alloc(_SUM_BYTES)
+        make.fill(ptr, _SUM_BYTES)
+        gpu.synchronize(gpu.default_stream())
+        values = gpu.view(ptr, (_SUM_BYTES // 4,), "float32")
+        if torch is not None and torch.cuda.is_available():
+            return Bandwidth(_SUM_BYTES / _torch_sum(torch, values), "torch.sum of 4 GiB of FP32")
+        return Bandwidth(_SUM_BYTES / _array_sum(values), "CuPy's sum of 4 GiB of FP32")
+    finally:
+        make.release()
+
+
+def _torch_sum(torch: Any, values: Any) -> float:
+    tensor, times = torch.as_tensor(values, device="cuda"), list[float]()
+    for _ in range(_SUMS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        tensor.sum()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+def _array_sum(values: Any) -> float:
+    """Four sums behind each other a time, so that the host's part does not show."""
+    times = []
+    for _ in range(_SUMS):
+        start = time.perf_counter()
+        sums = [values.sum() for _ in range(4)]
+        float(sums[-1])
+        times.append((time.perf_counter() - start) / 4)
+    return statistics.median(times)
