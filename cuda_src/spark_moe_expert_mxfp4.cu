@@ -5,7 +5,8 @@
 //
 // Tables have an entry an expert: the address of its packed codes [N, K / 2] and of its scales [N, K / 32]. An address
 // of 0 (the expert lives elsewhere) gives zeros. Slot s is expert expert_indices[s]; there is no shared expert. A warp
-// has two outputs, each of its threads two of their 64 lanes, 32 apart. Blocks have 128 threads and 8 outputs.
+// has two outputs at a time, each of its threads two of their 64 lanes, 32 apart. Blocks have 128 threads and 8 outputs,
+// those of the down projection 32, one pair of a warp after the other, since each block computes the whole activation.
 //
 // The activation silu(min(gate, limit)) * clamp(up, -limit, limit) stays FP32: (g * (1 / (1 + exp(-g)))) * u, each step
 // rounded. It is not rounded to BF16 before the down projection.
@@ -18,7 +19,8 @@
 
 extern __shared__ float4 spark_staged[];
 
-constexpr unsigned EXPERT_OUTPUTS = 2u;  // of a warp
+constexpr unsigned EXPERT_OUTPUTS = 2u;  // of a warp at a time
+constexpr unsigned EXPERT_DOWN_PAIRS = 4u;
 constexpr unsigned CHUNK_QUADS = MXFP4_CHUNK / 4u;
 
 struct Mxfp4Tables {
@@ -68,13 +70,16 @@ __device__ __forceinline__ Mxfp4StagedRow mxfp4_stage(float4* staged, const __nv
     return {staged};
 }
 
-// out[n] = bf16(row . weights[n]) for the block's eight outputs; zeros for an expert that is elsewhere.
+// out[n] = bf16(row . weights[n]) for pair `pair` of the `pairs` that each warp of the block has; zeros for an expert
+// that is elsewhere.
 template <class Row>
 __device__ __forceinline__ void mxfp4_outputs(const Row& row, const Mxfp4Tables& tables, unsigned expert,
-                                              __nv_bfloat16* out, unsigned n, unsigned k) {
+                                              __nv_bfloat16* out, unsigned n, unsigned k, unsigned pair = 0u,
+                                              unsigned pairs = 1u) {
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
-    const size_t first = (static_cast<size_t>(blockIdx.x) * SPARK_EXPERT_WARPS + warp) * EXPERT_OUTPUTS;
+    const size_t place = (static_cast<size_t>(blockIdx.x) * SPARK_EXPERT_WARPS + warp) * pairs + pair;
+    const size_t first = place * EXPERT_OUTPUTS;
     if (first >= n) {
         return;
     }
@@ -92,7 +97,7 @@ __device__ __forceinline__ void mxfp4_outputs(const Row& row, const Mxfp4Tables&
                                   reinterpret_cast<const unsigned char*>(tables.scales[expert]) + first * chunks,
                                   outputs, chunks};
     float sums[2][1][EXPERT_OUTPUTS][2] = {};
-    mxfp4_lanes<2u, 1u, EXPERT_OUTPUTS, 4u>(sums, row, weights, lane);
+    mxfp4_lanes<2u, 1u, EXPERT_OUTPUTS, 2u>(sums, row, weights, lane);
 #pragma unroll
     for (unsigned o = 0u; o < EXPERT_OUTPUTS; ++o) {
         const float half = spark_warp_sum(sums[0][0][o][0] + sums[0][0][o][1], SPARK_WARP);
@@ -123,7 +128,10 @@ __device__ __forceinline__ void mxfp4_down(float4* staged, const __nv_bfloat16* 
     if (tables.packed[expert] != 0u) {  // the same for the whole block
         row = mxfp4_stage(staged, gate + at * k, up + at * k, limit, k);
     }
-    mxfp4_outputs(row, tables, expert, out + at * n, n, k);
+#pragma unroll 1
+    for (unsigned pair = 0u; pair < EXPERT_DOWN_PAIRS; ++pair) {
+        mxfp4_outputs(row, tables, expert, out + at * n, n, k, pair, EXPERT_DOWN_PAIRS);
+    }
 }
 
 // Gate (z = 0) and up (z = 1) projections. A [K]; gate_out and up_out [top_k, N]. Grid (ceil(N / 8), top_k, 2).
@@ -150,9 +158,9 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_gate_up_mxfp4
                   up ? up_out : gate_out, expert_indices, blockIdx.y, blockIdx.z / 2u, N, K, top_k);
 }
 
-// Activation and down projection. gate_out and up_out [top_k, K]; C [top_k, N]. Grid (ceil(N / 8), top_k, 1), 4 K bytes
+// Activation and down projection. gate_out and up_out [top_k, K]; C [top_k, N]. Grid (ceil(N / 32), top_k, 1), 4 K bytes
 // of dynamic shared memory.
-extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_silu_down_clamped_mxfp4(
+extern "C" __global__ void __launch_bounds__(128, 6) spark_moe_expert_silu_down_clamped_mxfp4(
     const __nv_bfloat16* __restrict__ gate_out, const __nv_bfloat16* __restrict__ up_out,
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
     __nv_bfloat16* __restrict__ C, const unsigned int* __restrict__ expert_indices, unsigned int N, unsigned int K,
@@ -161,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_silu_down_cla
                top_k, limit);
 }
 
-// Grid (ceil(N / 8), rows, top_k).
-extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_silu_down_clamped_mxfp4_rows(
+// Grid (ceil(N / 32), rows, top_k).
+extern "C" __global__ void __launch_bounds__(128, 6) spark_moe_expert_silu_down_clamped_mxfp4_rows(
     const __nv_bfloat16* __restrict__ gate_out, const __nv_bfloat16* __restrict__ up_out,
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
     __nv_bfloat16* __restrict__ C, const unsigned int* __restrict__ expert_indices, unsigned int N, unsigned int K,

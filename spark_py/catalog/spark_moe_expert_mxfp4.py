@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Catalogue rows of module `spark_moe_expert_mxfp4`: MXFP4 experts without a shared one, blocks of 128 threads and
-eight outputs."""
+"""Catalogue rows of module `spark_moe_expert_mxfp4`: MXFP4 experts without a shared one, blocks of 128 threads, with
+eight outputs of the gate and up projections and 32 of the down projection."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CODES_ALIGN = 16
 CHUNK = 32
 
 
-def _geometry(rows: Rows, projections: int, shared: int = 0) -> Callable[[Call], tuple[Dim3, Dim3, int]]:
-    """Eight outputs a block; `shared` dynamic bytes for each of K."""
+def _geometry(rows: Rows, projections: int, outputs: int, shared: int) -> Callable[[Call], tuple[Dim3, Dim3, int]]:
+    """`outputs` a block; `shared` dynamic bytes for each of K."""
 
     def of(c: Call) -> tuple[Dim3, Dim3, int]:
         y, z = (c.top_k, projections) if rows is one else (c.grid[1], projections * c.top_k)
-        return (ceil_div(c.N, 8), y, z), (128, 1, 1), shared * c.K
+        return (ceil_div(c.N, outputs), y, z), (128, 1, 1), shared * c.K
 
     return of
 
@@ -93,7 +93,7 @@ def _gate_up_spec(function: str, rows: Rows) -> KernelSpec:
         ),
         grid_text="(ceil(N / 8), top_k, 2)" if rows is one else "(ceil(N / 8), rows, 2 * top_k)",
         block_text=BLOCK_TEXT,
-        geometry=_geometry(rows, 2),
+        geometry=_geometry(rows, 2, 8, 0),
         reference=reference.spark_moe_expert_gate_up_mxfp4,
         run=_gate_up(rows),
         optional=True,
@@ -116,9 +116,9 @@ def _silu_down_spec(function: str, rows: Rows) -> KernelSpec:
             u32("top_k"),
             f32("limit"),
         ),
-        grid_text="(ceil(N / 8), top_k, 1)" if rows is one else "(ceil(N / 8), rows, top_k)",
+        grid_text="(ceil(N / 32), top_k, 1)" if rows is one else "(ceil(N / 32), rows, top_k)",
         block_text=BLOCK_TEXT,
-        geometry=_geometry(rows, 1, ACTIVATION_BYTES),
+        geometry=_geometry(rows, 1, 32, ACTIVATION_BYTES),
         reference=reference.spark_moe_expert_silu_down_clamped_mxfp4,
         run=_silu_down(rows),
         optional=True,

@@ -19,7 +19,9 @@ from .spark_mxfp4_gemv import chunks_of
 from .w4a16_gemv import only
 
 OUTPUTS = 8
-"""Outputs of a block."""
+"""Outputs of a block of the gate and up projections."""
+DOWN_OUTPUTS = 32
+"""Those of the down projection, whose blocks compute the activation too."""
 _GATE_UP = "spark_moe_expert_mxfp4::spark_moe_expert_gate_up_mxfp4"
 _SILU_DOWN = "spark_moe_expert_mxfp4::spark_moe_expert_silu_down_clamped_mxfp4"
 
@@ -43,14 +45,15 @@ class Mxfp4Tables:
 
 
 def _start(
-    gpu: GpuBackend, kernel: KernelHandle, n: int, k: int, top_k: int, rows: int | None, projections: int, held: int
+    gpu: GpuBackend, kernel: KernelHandle, n: int, k: int, top_k: int, rows: int | None, down: bool
 ) -> KernelLaunch:
-    """Geometry with `held` bytes of dynamic shared memory; where a launch gets less by itself, the limit is raised."""
+    """Geometry; where a launch gets less dynamic shared memory by itself than it needs, the limit is raised."""
     chunks_of(k)
-    slots = count("top_k", top_k)
+    slots, held = count("top_k", top_k), 4 * k if down else 0
+    projections, outputs = (1, DOWN_OUTPUTS) if down else (2, OUTPUTS)
     if held and not kernel.is_null and held > gpu.function_attributes(kernel).shared_dynamic_max:
         gpu.set_kernel_max_dynamic_smem(kernel, held)
-    blocks = div_ceil(count("n", n), OUTPUTS)
+    blocks = div_ceil(count("n", n), outputs)
     grid = (blocks, slots, projections) if rows is None else (blocks, count("rows", rows), projections * slots)
     return KernelLaunch(gpu, kernel).grid(grid).block((128, 1, 1)).shared_mem(held)
 
@@ -74,7 +77,7 @@ def moe_expert_gate_up_mxfp4(
     expert_indices u32 [top_k], with the bits of `mxfp4_gemv`. `kernel` is
     `spark_moe_expert_mxfp4::spark_moe_expert_gate_up_mxfp4` or, with rows, its `_rows` form."""
     only(kernel, _GATE_UP if rows is None else f"{_GATE_UP}_rows")
-    launch = _start(gpu, kernel, n, k, top_k, rows, 2, 0).arg_ptr(input)
+    launch = _start(gpu, kernel, n, k, top_k, rows, down=False).arg_ptr(input)
     for tables, out in ((gate, gate_out), (up, up_out)):
         launch.arg_ptr(tables.packed_ptrs).arg_ptr(tables.scale_ptrs).arg_ptr(out)
     launch.arg_ptr(expert_indices).arg_u32(n).arg_u32(k).arg_u32(top_k).launch(stream)
@@ -100,6 +103,6 @@ def moe_expert_silu_down_clamped_mxfp4(
     `kernel` is `spark_moe_expert_mxfp4::spark_moe_expert_silu_down_clamped_mxfp4` or, with rows, its `_rows` form."""
     only(kernel, _SILU_DOWN if rows is None else f"{_SILU_DOWN}_rows")
     limit_of(limit)
-    launch = _start(gpu, kernel, n, k, top_k, rows, 1, 4 * k).arg_ptr(gate_out).arg_ptr(up_out)
+    launch = _start(gpu, kernel, n, k, top_k, rows, down=True).arg_ptr(gate_out).arg_ptr(up_out)
     launch.arg_ptr(down.packed_ptrs).arg_ptr(down.scale_ptrs).arg_ptr(output).arg_ptr(expert_indices)
     launch.arg_u32(n).arg_u32(k).arg_u32(top_k).arg_f32(limit).launch(stream)

@@ -215,6 +215,10 @@ MUTANTS: tuple[Mutant, ...] = (
         cu=Patch(_EXPERT_CU, _GATED_CU, "spark_gated(u[word], g[word], values, SparkLimit{limit});"),
         py=Patch(_EXPERT_PY, _ROWS_OF_PY, "rows = list(gated_within(up, gate, limit))"),
     ),
+    _expert(_DOWN, "one pair of a warp alone", "pair < EXPERT_DOWN_PAIRS; ++pair", "pair < 1u; ++pair"),
+    _expert(
+        _DOWN, "warps one pair apart", "SPARK_EXPERT_WARPS + warp) * pairs + pair", "SPARK_EXPERT_WARPS + warp) + pair"
+    ),
     _expert(_DOWN_ROWS, "the first row for all", _DOWN_GRID_CU, _DOWN_GRID_CU.replace("blockIdx.y", "0u")),
     _expert(_DOWN_ROWS, "the gate of the first row", _STAGE_CU, _STAGE_CU.replace("gate + at", "gate + slot")),
     _expert(
