@@ -5,8 +5,9 @@
 //
 // Tables have an entry an expert: the address of its packed codes [N, K / 2] and of its scales [N, K / 32]. An address
 // of 0 (the expert lives elsewhere) gives zeros. Slot s is expert expert_indices[s]; there is no shared expert. A warp
-// has two outputs at a time, each of its threads two of their 64 lanes, 32 apart. Blocks have 128 threads and 8 outputs,
-// those of the down projection 32, one pair of a warp after the other, since each block computes the whole activation.
+// has two outputs at a time, each of its threads two of their 64 lanes, 32 apart. Blocks have 128 threads and 8
+// outputs, those of the down projection 32, one pair of a warp after the other, since each block computes the whole
+// activation.
 //
 // The activation silu(min(gate, limit)) * clamp(up, -limit, limit) stays FP32: (g * (1 / (1 + exp(-g)))) * u, each step
 // rounded. It is not rounded to BF16 before the down projection.
@@ -158,8 +159,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_gate_up_mxfp4
                   up ? up_out : gate_out, expert_indices, blockIdx.y, blockIdx.z / 2u, N, K, top_k);
 }
 
-// Activation and down projection. gate_out and up_out [top_k, K]; C [top_k, N]. Grid (ceil(N / 32), top_k, 1), 4 K bytes
-// of dynamic shared memory.
+// Activation and down projection. gate_out and up_out [top_k, K]; C [top_k, N]. Grid (ceil(N / 32), top_k, 1), 4 K
+// bytes of dynamic shared memory. Six blocks a processor hide the loads, which fewer with more registers do not.
 extern "C" __global__ void __launch_bounds__(128, 6) spark_moe_expert_silu_down_clamped_mxfp4(
     const __nv_bfloat16* __restrict__ gate_out, const __nv_bfloat16* __restrict__ up_out,
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
