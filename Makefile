@@ -16,10 +16,9 @@ GPU_OUTPUT ?= docs/gpu
 help:
 	@echo 'make demo    run the demo (installs the base package)'
 	@echo 'make test    run the tests without a GPU (installs the cuda12 and test extras)'
-	@echo 'make emulated   the kernel tests alone, with the .cu files compiled for the CPU, fast and checked'
-	@echo '                (needs g++ 12 or newer; in make test)'
-	@echo 'make deep    what make test leaves out: each deliberate fault in a .cu file run and noticed, every kernel in several'
-	@echo '             orders of its threads, every architecture (needs g++ 12 or newer)'
+	@echo 'make emulated   the kernel tests alone, with the .cu files compiled for the CPU (needs g++ 12 or newer; in make test)'
+	@echo 'make deep    what make test leaves out: the kernels in the checked build, each deliberate fault in a .cu file run'
+	@echo '             and noticed, several orders of threads, every architecture, many more parameters (needs g++ 12 or newer)'
 	@echo 'make lint    ruff: rules and format        make types   mypy --strict'
 	@echo 'make check   lint, types and test          make format  let ruff rewrite'
 	@echo 'make gpu     run tests, compute-sanitizer and benchmark on a GPU, results in $(GPU_OUTPUT)'
@@ -34,12 +33,11 @@ test: $(VENV)/.dev
 	  else echo 'no C++ compiler: the .cu files were not run on the CPU; spark-py doctor has the cure'; fi
 
 emulated: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated --deselect $(MUTANTS) tests/kernels
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked --deselect $(MUTANTS) tests/kernels
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated --deselect $(MUTANTS) -m "not deep" tests/kernels
 
 deep: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m deep
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked $(MUTANTS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --backend emulated-checked tests/kernels
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -206,6 +206,7 @@ def test_without_checks_values_are_still_compared() -> None:
     assert unrun.passed == 0
 
 
+@pytest.mark.deep
 def test_our_own_kernels_conform() -> None:
     result = run(kernels_path(), "--arch", "sm_90a", "--strict", "--json")
     assert result.exit_code == 0, result.output
