@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py.model.layers.mtp_head import HeadBody, MtpHead, NormConvention, attention, ffn, forward, norms, projection
+from spark_py.model.layers.mtp_head import HeadBody, MtpHead, NormConvention, attention, ffn, forward, norms, rows
 from spark_py.model.levers import ModelLevers
 from spark_py.ops.residual_add import sigmoid_gate_mul
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -202,9 +202,7 @@ PATCHES: dict[str, Patch] = {
     "concat order swapped": _patched("spark_norm_concat", _swapped(2, 3), norms),
     "position one too large": _patched("pack_mtp_attn_meta", _replaced(0, lambda p: p + 1)),
     "own row not seen": _patched("pack_mtp_attn_meta", _replaced(2, lambda n: n - 1)),
-    "queries and gates not taken apart": _patched(
-        "spark_gemv_rows", lambda real: lambda *a, head_dim: real(*a), projection
-    ),
+    "queries and gates not taken apart": _patched("spark_gemv_rows", lambda real: lambda *a, head_dim: real(*a), rows),
     "no gate": _patched("sigmoid_gate_mul", lambda real: _nothing, attention),
     "no softmax scale": _patched("paged_decode_attn", _replaced(14, lambda s: 1.0), attention),
     "a window of one row": _patched("paged_decode_attn", _replaced(16, lambda w: 1), attention),

@@ -391,7 +391,7 @@ BATCHED = {
     "spark_norm_rows::spark_add_then_norm",
 }  # fmt: skip
 BATCHM = {"dense_gemv_bf16_batchm::dense_gemv_bf16_batchm", "spark_gemv_rows::spark_gemv_rows"}
-FP8_ROWS = {"gemv_fp8w::spark_dense_gemv_fp8w_batchm"}
+FP8_ROWS = {"gemv_fp8w::spark_dense_gemv_fp8w_batchm", "spark_fp8_gemv_rows::spark_fp8_gemv_rows"}
 GEMMS = {"gemm::dense_gemm_bf16", "gemm::dense_gemm_bf16_pipelined"} | BATCHM
 WIDTHS = {f"w4a16_gemv::w4a16_gemv_batch{rows}" for rows in (4, 5, 6, 7, 8, 16, 32)}
 WIDTHS |= {"spark_w4a16_gemv_rows::spark_w4a16_gemv_rows"}

@@ -138,10 +138,7 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         qg = buf.qkv_output()
         k = qg.offset(n * self.q_width * BF16_BYTES)
         v = k.offset(n * kv_elements * BF16_BYTES)
-        dense = self._dense_together((self.q_proj, self.k_proj, self.v_proj)) and self._rows_keep_bits(
-            n, self.q_width, h
-        )
-        if dense or self._packed_qkv() is not None:
+        if self._in_one_launch((self.q_proj, self.k_proj, self.v_proj), n, self.q_width):
             self._project_qkv(norm_output, qg, k, v, stream, n)
         else:
             self._project_qg_rows(norm_output, qg, n, stream)
@@ -191,9 +188,13 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         ready = bool(self.dense_gemv_batchm_k or self.spark_gemv_rows_k)
         return drafter_row_kernel(m, n, k, ready, self.levers.kv_gemv_pinned, self.levers.small_m_tier)
 
-    def _rows_keep_bits(self, m: int, n: int, k: int) -> bool:
-        """Whether `project_rows` gives BF16 weights to a GEMV."""
-        return self._row_kernel(m, n, k) is not RowKernel.PIPELINED or not self.dense_gemm_pipelined_k
+    def _in_one_launch(self, weights: Sequence[ProjectionWeight], m: int, n: int) -> bool:
+        """Whether m rows [h] go through these weights together, the first of n outputs: where one launch takes them,
+        and not where `project_rows` gives BF16 weights to the GEMM."""
+        tiled = isinstance(weights[0], DenseWeight) and bool(self.dense_gemm_pipelined_k)
+        if tiled and self._row_kernel(m, n, self.h) is RowKernel.PIPELINED:
+            return False
+        return self._takes(weights, self.h)
 
     def _project_qg_rows(self, normed: DevicePtr, output: DevicePtr, m: int, stream: StreamLike) -> None:
         """output BF16 [m, 2, nq, hd]: of each row the queries of all heads, then the gates of all heads. Without gates
@@ -243,7 +244,7 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
     ) -> DevicePtr:
         gate, up, output = ctx.buffers.expert_gate_out(), ctx.buffers.expert_up_out(), ctx.buffers.moe_output()
         gate_proj, up_proj, down_proj = ffn
-        if self._dense_together((gate_proj, up_proj)) and self._rows_keep_bits(n, self.inter, self.h):
+        if self._in_one_launch((gate_proj, up_proj), n, self.inter):
             self._project_gate_up(normed, gate_proj, up_proj, gate, up, self.inter, stream, n)
         else:
             self.project_rows(normed, gate_proj, gate, n, self.inter, self.h, stream)

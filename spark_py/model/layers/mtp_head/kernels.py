@@ -58,6 +58,7 @@ class MtpHeadKernels:
     dense_gemm_pipelined_k: KernelHandle
     dense_gemv_batchm_k: KernelHandle
     spark_gemv_rows_k: KernelHandle
+    spark_fp8_gemv_rows_k: KernelHandle
     spark_w4a16_gemv_rows_k: KernelHandle
     w4a16_batchm: Mapping[int, KernelHandle]
     w4a16_gemm_t_k: KernelHandle
@@ -132,6 +133,8 @@ class MtpHeadKernels:
         self.dense_gemm_pipelined_k = optional(rows, "gemm", "dense_gemm_bf16_pipelined")
         self.dense_gemv_batchm_k = optional(bf16, "dense_gemv_bf16_batchm", "dense_gemv_bf16_batchm")
         self.spark_gemv_rows_k = optional(bf16, "spark_gemv_rows", "spark_gemv_rows")
+        fp8 = Fp8DenseWeight in formats
+        self.spark_fp8_gemv_rows_k = optional(fp8, "spark_fp8_gemv_rows", "spark_fp8_gemv_rows")
         self.spark_w4a16_gemv_rows_k = optional(nvfp4, "spark_w4a16_gemv_rows", "spark_w4a16_gemv_rows")
         self.dense_gemv_fp8w_batchm_k = optional(Fp8DenseWeight in formats, "gemv_fp8w", "spark_dense_gemv_fp8w_batchm")
         self.w8a16_gemv_batchm_k = optional(Fp8Weight in formats, "w8a16_gemv", "spark_w8a16_gemv_batchm")

@@ -4,14 +4,10 @@ projection's format. Nothing else in the head asks for a format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ....ops.dense_gemv_bf16_batchm import dense_gemv_batchm
 from ....ops.gemv import dense_gemv
 from ....ops.gemv_fp8w import dense_gemv_fp8w, dense_gemv_fp8w_batchm
 from ....ops.residual_add import residual_add
-from ....ops.spark_gemv_rows import MAX_ROWS, Projection, spark_gemv_rows
-from ....ops.spark_w4a16_gemv_rows import STRIPE, Nvfp4Projection, spark_w4a16_gemv_rows
 from ....ops.ssm_preprocess import deinterleave_qg
 from ....ops.w4a16_gemv import w4a16_gemv, w4a16_gemv_batchm, w4a16_gemv_qg, w4a16_gemv_sw
 from ....ops.w4a16_gemv_fused import w4a16_gemv_dual
@@ -19,7 +15,8 @@ from ....ops.w8a16_gemv import w8a16_gemv, w8a16_gemv_batchm
 from ....runtime.gpu import DevicePtr, KernelHandle, StreamLike
 from ...drafting.rows import EXACT_M_WIDTHS, lm_head_batch_width
 from ...weight_map import DenseWeight, Fp8DenseWeight, Fp8Weight, QuantizedWeight
-from .new import BF16_BYTES, MtpHeadNew
+from .new import BF16_BYTES
+from .rows import MtpHeadRows
 from .types import ProjectionWeight
 
 __all__ = ["MtpHeadProjection"]
@@ -29,11 +26,7 @@ BATCHM_ROWS = 8
 word."""
 
 
-STRIPE_ALIGN = 16
-"""Bytes that the own NVFP4 kernel reads at a time."""
-
-
-class MtpHeadProjection(MtpHeadNew):
+class MtpHeadProjection(MtpHeadRows):
     """Projections of one row, and of several with the same bits."""
 
     def gemv(
@@ -46,13 +39,12 @@ class MtpHeadProjection(MtpHeadNew):
         stream: StreamLike,
     ) -> None:
         """output [n] = proj [n, k] . input [k], BF16, by the kernel of the projection's format."""
+        if self._takes((proj,), k):
+            self._project_parts(input, [(proj, output, n)], 1, k, stream)
+            return
         match proj:
-            case DenseWeight() if self.spark_gemv_rows_k:
-                self._dense_rows(input, [Projection(proj, output, n, n)], 1, k, stream)
             case DenseWeight():
                 dense_gemv(self.gpu, self.dense_gemv_k, input, proj, output, n, k, stream)
-            case QuantizedWeight() if self._takes_packed(proj, k):
-                self._packed_rows(input, [Nvfp4Projection(proj, output, n, n)], 1, k, stream)
             case QuantizedWeight():
                 self.w4a16_decode_gemv(input, proj, output, n, k, stream)
             case Fp8DenseWeight():
@@ -72,11 +64,8 @@ class MtpHeadProjection(MtpHeadNew):
     ) -> None:
         """output [m, n] = input [m, k] . proj [n, k] transposed, BF16, each row with the bits of `gemv`: as many rows
         at a time as the set's batched kernels take."""
-        if isinstance(proj, DenseWeight) and self.spark_gemv_rows_k:
-            self._dense_rows(input, [Projection(proj, output, n, n)], m, k, stream)
-            return
-        if isinstance(proj, QuantizedWeight) and self._takes_packed(proj, k):
-            self._packed_rows(input, [Nvfp4Projection(proj, output, n, n)], m, k, stream)
+        if self._takes((proj,), k):
+            self._project_parts(input, [(proj, output, n)], m, k, stream)
             return
         gpu, step = self.gpu, self._rows_at_once(proj)
         for start in range(0, m, step):
@@ -95,52 +84,6 @@ class MtpHeadProjection(MtpHeadNew):
                 case Fp8Weight():
                     scales = proj.row_scale
                     w8a16_gemv_batchm(gpu, self.w8a16_gemv_batchm_k, a, proj, scales, c, rows, n, k, n, stream)
-
-    def _dense_rows(
-        self,
-        input: DevicePtr,  # noqa: A002 - the engine's name
-        projections: Sequence[Projection],
-        m: int,
-        k: int,
-        stream: StreamLike,
-        head_dim: int = 0,
-    ) -> None:
-        """Every projection of BF16 [m, k], eight rows in one launch, each with the bits that it has alone."""
-        for start in range(0, m, MAX_ROWS):
-            some = [
-                Projection(each.weight, each.output.offset(start * each.stride * BF16_BYTES), each.n, each.stride)
-                for each in projections
-            ]
-            rows, a = min(MAX_ROWS, m - start), input.offset(start * k * BF16_BYTES)
-            spark_gemv_rows(self.gpu, self.spark_gemv_rows_k, a, some, rows, k, stream, head_dim=head_dim)
-
-    def _packed_rows(
-        self,
-        input: DevicePtr,  # noqa: A002 - the engine's name
-        projections: Sequence[Nvfp4Projection],
-        m: int,
-        k: int,
-        stream: StreamLike,
-        head_dim: int = 0,
-    ) -> None:
-        """`_dense_rows` of NVFP4 weights that `_takes_packed`."""
-        for start in range(0, m, MAX_ROWS):
-            some = [
-                Nvfp4Projection(each.weight, each.output.offset(start * each.stride * BF16_BYTES), each.n, each.stride)
-                for each in projections
-            ]
-            rows, a = min(MAX_ROWS, m - start), input.offset(start * k * BF16_BYTES)
-            kernel = self.spark_w4a16_gemv_rows_k
-            spark_w4a16_gemv_rows(self.gpu, kernel, a, some, rows, k, stream, head_dim=head_dim)
-
-    def _takes_packed(self, proj: QuantizedWeight, k: int) -> bool:
-        """Whether the set's own kernel for rows takes an NVFP4 weight: by its addresses and the length of its rows."""
-        aligned = (proj.weight.address | proj.weight_scale.address) % STRIPE_ALIGN == 0
-        return bool(self.spark_w4a16_gemv_rows_k) and k % STRIPE == 0 and aligned
-
-    def _dense_together(self, projections: Sequence[ProjectionWeight]) -> bool:
-        """Whether one launch takes all of them: BF16, and a set with the kernel."""
-        return bool(self.spark_gemv_rows_k) and all(isinstance(proj, DenseWeight) for proj in projections)
 
     def _rows_at_once(self, proj: ProjectionWeight) -> int:
         """Rows of one launch; 1 where the set has no batched kernel for the format."""
@@ -180,30 +123,16 @@ class MtpHeadProjection(MtpHeadNew):
     def _project_qkv(
         self, normed: DevicePtr, q: DevicePtr, k: DevicePtr, v: DevicePtr, stream: StreamLike, rows: int = 1
     ) -> None:
-        """q BF16 [rows, q_width], queries before gates, k and v BF16 [rows, nkv, hd]: all in one launch where
-        `_dense_together`, else of one row. Biases are added."""
-        weights = (self.q_proj, self.k_proj, self.v_proj)
-        if (packed := self._packed_qkv()) is not None:
-            widths = (self.q_width, self.nkv * self.hd, self.nkv * self.hd)
-            whole = [Nvfp4Projection(*each) for each in zip(packed, (q, k, v), widths, widths, strict=True)]
-            self._packed_rows(normed, whole, rows, self.h, stream, self.hd if self.body.gated else 0)
-            self._add_biases(q, k, v, rows, stream)
-            return
-        if not self._dense_together(weights):
+        """q BF16 [rows, q_width], queries before gates, k and v BF16 [rows, nkv, hd]: all in one launch where one
+        `_takes` the three weights, else of one row. Biases are added."""
+        weights, kv = (self.q_proj, self.k_proj, self.v_proj), self.nkv * self.hd
+        if self._takes(weights, self.h):
+            parts = list(zip(weights, (q, k, v), (self.q_width, kv, kv), strict=True))
+            self._project_parts(normed, parts, rows, self.h, stream, self.hd if self.body.gated else 0)
+        else:
             self._project_qg(normed, q, stream)
             self._project_kv(normed, k, v, stream)
-            self._add_biases(q, k, v, 1, stream)
-            return
-        widths = (self.q_width, self.nkv * self.hd, self.nkv * self.hd)
-        projections = [Projection(*each) for each in zip(weights, (q, k, v), widths, widths, strict=True)]
-        self._dense_rows(normed, projections, rows, self.h, stream, self.hd if self.body.gated else 0)
         self._add_biases(q, k, v, rows, stream)
-
-    def _packed_qkv(self) -> list[QuantizedWeight] | None:
-        """Projections of attention that `_takes_packed`, all three; else None."""
-        weights = (self.q_proj, self.k_proj, self.v_proj)
-        packed = [each for each in weights if isinstance(each, QuantizedWeight) and self._takes_packed(each, self.h)]
-        return packed if len(packed) == len(weights) else None
 
     def _add_biases(self, q: DevicePtr, k: DevicePtr, v: DevicePtr, rows: int, stream: StreamLike) -> None:
         """The biases of the three projections, where the body has them: q BF16 [rows, nq, hd], k and v
@@ -230,10 +159,9 @@ class MtpHeadProjection(MtpHeadNew):
         stream: StreamLike,
         rows: int = 1,
     ) -> None:
-        """gate and up BF16 [rows, inter]: in one launch where `_dense_together`, else of one row."""
-        if self._dense_together((gate_proj, up_proj)):
-            pair = [Projection(gate_proj, gate, inter, inter), Projection(up_proj, up, inter, inter)]
-            self._dense_rows(normed, pair, rows, self.h, stream)
+        """gate and up BF16 [rows, inter]: in one launch where one `_takes` both weights, else of one row."""
+        if self._takes((gate_proj, up_proj), self.h):
+            self._project_parts(normed, [(gate_proj, gate, inter), (up_proj, up, inter)], rows, self.h, stream)
             return
         self.gemv(normed, gate_proj, gate, inter, self.h, stream)
         self.gemv(normed, up_proj, up, inter, self.h, stream)
@@ -254,7 +182,12 @@ class MtpHeadProjection(MtpHeadNew):
     def _project_kv(self, normed: DevicePtr, k: DevicePtr, v: DevicePtr, stream: StreamLike) -> None:
         """k and v BF16 [nkv, hd]."""
         n = self.nkv * self.hd
-        if isinstance(self.k_proj, QuantizedWeight) and isinstance(self.v_proj, QuantizedWeight):
+        pair = (self.k_proj, self.v_proj)
+        if (
+            isinstance(self.k_proj, QuantizedWeight)
+            and isinstance(self.v_proj, QuantizedWeight)
+            and not self._takes(pair, self.h)
+        ):
             kernel = self.w4a16_gemv_dual_k
             w4a16_gemv_dual(self.gpu, kernel, normed, self.k_proj, k, self.v_proj, v, n, self.h, stream)
             return
