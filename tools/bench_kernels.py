@@ -5,7 +5,7 @@ Each case is captured in a CUDA graph on both sides, and its replays are timed w
 batches. Inputs rotate through copies that together exceed the L2 cache. The largest difference between the two results
 is printed with the times, so that a wrong kernel cannot look fast. One JSON object on stdout.
 
-    python tools/bench_kernels.py [--repeats 15]
+    python tools/bench_kernels.py [--repeats 15] [--seconds 50]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,7 +250,7 @@ def attention(
 
     partial = torch.empty(partial_bytes(sequences, heads, head_dim) // 4, device="cuda")
     sums = torch.empty(sums_bytes(sequences, heads) // 4, device="cuda")
-    between = [bench.pointer(t) for t in (partial, sums)]
+    pp, ps = bench.pointer(partial), bench.pointer(sums)
     own = [
         bench.gpu.kernel("spark_paged_decode_split", f"spark_paged_decode_{part}") if split else kernel
         for part in ("split", "merge")
@@ -265,11 +266,11 @@ def attention(
             )  # fmt: skip
             return
         spark_paged_decode_split(
-            gpu, own[0], pq, pk[index], pv[index], *between, pt, pl, blocks, 1, sequences, heads, kv_heads, head_dim,
+            gpu, own[0], pq, pk[index], pv[index], pp, ps, pt, pl, blocks, 1, sequences, heads, kv_heads, head_dim,
             block_size, scale, row, block_size * kv_heads * head_dim, 0, stream,
         )  # fmt: skip
         spark_paged_decode_merge(
-            gpu, own[1], *between, po, DevicePtr.NULL, pl, 1, sequences, heads, head_dim, 1.0, row, 0, stream
+            gpu, own[1], pp, ps, po, DevicePtr.NULL, pl, 1, sequences, heads, head_dim, 1.0, row, 0, stream
         )
 
     def peer(index: int) -> Any:
@@ -284,49 +285,55 @@ def attention(
     return bench.row(name, ours, theirs, 4.0 * each, 4.0 * sequences * length * heads * head_dim, worst)
 
 
+def cases() -> list[tuple[Callable[..., dict[str, Any]], tuple[int, ...], dict[str, bool]]]:
+    """What to measure: a function above, its numbers and switches. What takes long to compile comes last."""
+    tall, wide = ((17408, 5120), (5120, 17408)), ((5120, 10240), (5120, 6144), (4096, 4096), (100_000, 5120))
+    sequences = ((1, 4096, 24, 4), (1, 32_768, 24, 4), (8, 4096, 24, 4), (64, 1024, 16, 2))
+    return [
+        *((gemv_rows, (m, n, k), {}) for n, k in tall + wide for m in (1, 8)),
+        *((gemv_nvfp4, (m, n, k), {}) for n, k in ((17408, 5120), (100_000, 2048)) for m in (1, 8)),
+        *((attention, (*each, 256), {"split": True}) for each in sequences),
+        *((gemv, (n, k), {}) for n, k in (*tall, (4096, 4096), (1024, 5120))),
+        *((attention, (*each, 256), {"split": False}) for each in sequences),
+        *((gemm, each, {}) for each in ((128, 5120, 5120), (512, 17408, 5120), (4096, 4096, 4096))),
+    ]
+
+
 def main() -> int:
-    """Run every case and print the result."""
+    """Run every case that there is time for and print the result; 1 where one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="timed batches a case (default 15)")
+    parser.add_argument("--seconds", type=float, default=50.0, help="after which no case is begun (default 50)")
     options = parser.parse_args()
     if importlib.util.find_spec("torch") is None:
         print(json.dumps({"not_run": "torch, the peer of these numbers, is not installed"}))
         return 0
+    until = time.monotonic() + options.seconds
+    rows, errors, late = list[dict[str, Any]](), list[str](), list[str]()
     with open_backend("cuda") as gpu:
         bench = Bench(gpu, options.repeats)
-        rows = [
-            gemv(bench, 17408, 5120),
-            gemv(bench, 5120, 17408),
-            gemv(bench, 4096, 4096),
-            gemv(bench, 1024, 5120),
-            gemm(bench, 128, 5120, 5120),
-            gemm(bench, 512, 17408, 5120),
-            gemm(bench, 4096, 4096, 4096),
-            *(
-                gemv_rows(bench, m, n, k)
-                for n, k in ((17408, 5120), (5120, 17408), (5120, 10240), (5120, 6144), (4096, 4096), (100_000, 5120))
-                for m in (1, 8)
-            ),
-            *(gemv_nvfp4(bench, m, n, k) for n, k in ((17408, 5120), (100_000, 2048)) for m in (1, 8)),
-            *(
-                attention(bench, sequences, length, heads, kv_heads, 256, split=split)
-                for sequences, length, heads, kv_heads in (
-                    (1, 4096, 24, 4),
-                    (1, 32_768, 24, 4),
-                    (8, 4096, 24, 4),
-                    (64, 1024, 16, 2),
-                )
-                for split in (False, True)
-            ),
-        ]
+        for case, numbers, switches in cases():
+            name = f"{case.__name__}{numbers}"
+            if time.monotonic() > until:
+                late.append(name)
+                continue
+            try:
+                rows.append(case(bench, *numbers, **switches))
+            except Exception as error:
+                errors.append(f"{name}: {error}")
+                bench.release()
         result = {
             "device": gpu.device_name(),
             "torch": bench.torch.__version__,
             "repeats": options.repeats,
             "rows": rows,
         }
+    if late:
+        result["no_time_for"] = late
+    if errors:
+        result["errors"] = errors
     print(json.dumps(result))
-    return 0
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":
