@@ -59,7 +59,7 @@ def draw(found: dict[str, Any], file: Path) -> None:
     axes.set_title(f"Drafts on {found['device']}: the time of a propose and that of reading its weights")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(file, dpi=130)

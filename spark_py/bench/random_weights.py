@@ -29,7 +29,6 @@ from spark_py.runtime.gpu import DevicePtr, GpuBackend
 
 __all__ = ["RandomWeights", "head_weights", "v4_weights"]
 
-POOL_VALUES = 1 << 22
 _E4M3_ONE = 0x38
 _SCALE_BYTE = 121  # 2^-6 in E8M0
 
@@ -37,20 +36,22 @@ _SCALE_BYTE = 121  # 2^-6 in E8M0
 class RandomWeights:
     """Makes tensors from a pool of random values, uploaded once and copied until a tensor is full, and owns them.
 
-    A pool is 8 MiB: no part of a step that matters is so small that it would be read from a cache for that reason.
+    `small`, for narrow heads: a pool of 128 KiB instead of 8 MiB, and values of 0.1 instead of 0.02, so that every part
+    of the head still has a say in its result.
     """
 
-    def __init__(self, gpu: GpuBackend, seed: int = 0, values: int = POOL_VALUES) -> None:
+    def __init__(self, gpu: GpuBackend, seed: int = 0, small: bool = False) -> None:
+        values = 1 << (16 if small else 22)
         self.gpu, self.pointers = gpu, list[DevicePtr]()
         self.random = np.random.default_rng(seed)
-        drawn = self.random.standard_normal(values, np.float32) * 0.02
+        units = self.random.standard_normal(values, np.float32)
         codes = self.random.integers(0, 256, 2 * values, dtype=np.uint8)
         codes[codes & 127 == 127] = _E4M3_ONE  # E4M3 has NaN there
         self.pool_bytes = 2 * values
+        weights = units * (0.1 if small else 0.02)
+        bf16 = {kind: array.astype(ml_dtypes.bfloat16) for kind, array in (("weights", weights), ("units", units))}
         try:
-            self.values, self.codes_pool = self.alloc(self.pool_bytes), self.alloc(self.pool_bytes)
-            gpu.copy_h2d(drawn.astype(ml_dtypes.bfloat16).view(np.uint8), self.values)
-            gpu.copy_h2d(codes, self.codes_pool)
+            self.pools = {kind: self.put(pool) for kind, pool in (bf16 | {"codes": codes}).items()}
         except BaseException:
             self.release()
             raise
@@ -66,9 +67,10 @@ class RandomWeights:
         self.gpu.copy_h2d(np.ascontiguousarray(array).reshape(-1).view(np.uint8), ptr)
         return ptr
 
-    def fill(self, ptr: DevicePtr, nbytes: int, codes: bool = False) -> None:
-        """Random BF16 values, or 8-bit codes without NaN, in memory that is there."""
-        pool, stream = self.codes_pool if codes else self.values, self.gpu.default_stream()
+    def fill(self, ptr: DevicePtr, nbytes: int, kind: str = "weights") -> None:
+        """Random numbers in memory that is there: BF16 as small as "weights", BF16 "units" of variance 1, or 8-bit
+        "codes" without NaN."""
+        pool, stream = self.pools[kind], self.gpu.default_stream()
         start, done = len(self.pointers) * 57344 % (self.pool_bytes // 2) // 256 * 256, 0
         while done < nbytes:
             size = min(nbytes - done, self.pool_bytes - start)
@@ -90,7 +92,7 @@ class RandomWeights:
     def codes(self, nbytes: int) -> DevicePtr:
         """8-bit or packed 4-bit codes."""
         ptr = self.alloc(nbytes)
-        self.fill(ptr, nbytes, codes=True)
+        self.fill(ptr, nbytes, "codes")
         return ptr
 
     def f32(self, *shape: int) -> DevicePtr:

@@ -31,7 +31,7 @@ __all__ = ["PATHS", "SETS", "BenchPath", "Rig", "open_rig"]
 SETS = 8
 """Inputs that take turns: token, hidden row and, of one sequence at a time, the sequence."""
 PATHS = ("eager", "graph", "chain", "batched")
-_BLOCK, _BATCH_TOKENS, _ROOM = 16, 64, 64
+_BLOCK, _BATCH_TOKENS, _ROOM, _LARGE = 16, 64, 64, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Rig:
         kv = self.head.kv_cache
         nbytes = kv.num_blocks() * kv.block_stride_bytes_for_layer(0)
         for pool in dict.fromkeys((kv.k_pool_ptr(0), kv.v_pool_ptr(0))):
-            make.fill(pool, nbytes, codes=kv.config.dtype is not KvCacheDtype.BF16)
+            make.fill(pool, nbytes, "units" if kv.config.dtype is KvCacheDtype.BF16 else "codes")
 
     def _state(self) -> MtpProposerState:
         state, kv = self.head.alloc_state(self.gpu), self.head.kv_cache
@@ -175,11 +175,9 @@ def open_rig(
     """A rig of a shape whose weights are stored as `mode` says. InvalidArgumentError for a mode that it has not."""
     shape.check_mode(mode)
     c, max_seq_len = shape.config, context + _ROOM
-    # A pool that is much larger than the tensors would only take time.
-    values = (1 << 22) if c.hidden_size >= 1024 else (1 << 16)
     levers = ModelLevers(drafter_prefill=False, mtp_max_seqs=sequences)
     with ExitStack() as stack:
-        make = RandomWeights(gpu, seed, values)
+        make = RandomWeights(gpu, seed, small=c.hidden_size < _LARGE)
         stack.callback(make.release)
         table, lm_head = make.tensor(c.vocab_size, c.hidden_size), make.tensor(c.vocab_size, c.hidden_size)
         head: MtpHead | DeepseekV4MtpHead

@@ -15,7 +15,17 @@ from spark_py.runtime.gpu import GpuBackend
 
 from .random_weights import RandomWeights
 
-__all__ = ["COLD_BYTES", "Bandwidth", "Counted", "Times", "cold_cache", "count_work", "measure", "read_bandwidth"]
+__all__ = [
+    "COLD_BYTES",
+    "Bandwidth",
+    "Counted",
+    "Times",
+    "cold_cache",
+    "count_work",
+    "measure",
+    "measure_graph",
+    "read_bandwidth",
+]
 
 COLD_BYTES = 256 << 20
 """More than twice the L2 cache of any GPU so far."""
@@ -42,6 +52,29 @@ def measure(action: Callable[[], object], repeats: int, before: Callable[[], Non
         if repeat >= _WARM_UP:
             times.append((time.perf_counter() - start) * 1e6)
     return Times(statistics.median(times), min(times), max(times))
+
+
+def measure_graph(gpu: GpuBackend, stream: int, action: Callable[[], object], repeats: int, replays: int = 10) -> Times:
+    """Times of what an action queues on `stream`, within `replays` replays of its graph behind each other."""
+    action()
+    gpu.begin_capture(stream)
+    try:
+        action()
+        graph = gpu.end_capture(stream)
+    except BaseException:
+        gpu.abort_capture_if_active(stream)
+        raise
+
+    def replay() -> None:
+        for _ in range(replays):
+            gpu.launch_graph(graph, stream)
+        gpu.synchronize(stream)
+
+    try:
+        times = measure(replay, repeats, lambda: gpu.synchronize(stream))
+    finally:
+        gpu.destroy_graph(graph)
+    return Times(times.us / replays, times.min_us / replays, times.max_us / replays)
 
 
 @dataclass(frozen=True, slots=True)

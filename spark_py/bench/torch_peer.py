@@ -22,7 +22,7 @@ from .rigs import SETS, Rig
 
 __all__ = ["WAYS", "TorchPeer", "require_torch"]
 
-WAYS = ("eager", "CUDA graph", "torch.compile max-autotune, CUDA graph")
+WAYS = ("eager", "CUDA graph", "compiled (max-autotune), CUDA graph")
 _WARM_UP = 3
 
 
