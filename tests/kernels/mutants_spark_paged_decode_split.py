@@ -126,17 +126,6 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         _FP8,
-        "lengths packed, whatever their stride",
-        cu=Patch(
-            _CU,
-            "seen_positions(seq_lens[sequence * lens_stride], sliding_window, begin, end);\n"
-            "    const unsigned length = split_length(end - begin);\n    // Splits",
-            "seen_positions(seq_lens[sequence], sliding_window, begin, end);\n"
-            "    const unsigned length = split_length(end - begin);\n    // Splits",
-        ),
-    ),
-    Mutant(
-        _FP8,
         "largest score of a split without a sign",
         py=Patch(_PY, _TOP_PY, _TOP_PY.replace("seen, axis", "np.abs(seen), axis")),
     ),
