@@ -177,7 +177,7 @@ def _peers(
     plan: BenchPlan, rig: Rig, shape: BenchShape, reads: Reads, bandwidth: Bandwidth | None, notes: list[str]
 ) -> Iterator[BenchRow]:
     torch = require_torch()
-    with torch.inference_mode():
+    with torch.no_grad():
         peer = TorchPeer(rig)
         for way in WAYS:
             try:

@@ -286,7 +286,7 @@ def test_what_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [shape_of("demo"), small("minimax_m2", "bf16"), small("qwen3_next", "bf16")])
 def test_torch_drafts_the_same(host: GpuBackend, shape: BenchShape) -> None:
     """The tolerance is the benchmark's own."""
-    with open_rig(host, shape, "bf16", 20, 2) as rig, torch_peer.require_torch().inference_mode():
+    with open_rig(host, shape, "bf16", 20, 2) as rig, torch_peer.require_torch().no_grad():
         peer = torch_peer.TorchPeer(rig)
         same, distance = peer.compare(peer.ready("eager"))
         assert distance < 0.01
