@@ -41,7 +41,7 @@ _LISTED = 12
 
 
 def has_v4_mtp(store: WeightStore, config: ModelConfig) -> bool:
-    """Whether the checkpoint has an MTP module, as the seed asks: one is configured, and its enorm is there.
+    """Whether the checkpoint has an MTP module, by the engine's rule: one is configured, and its enorm is there.
     UnsupportedError where the tensors under its prefix are a DSpark drafter's."""
     _refuse_dspark(store)
     enorm = next(
