@@ -25,8 +25,9 @@ from spark_py.runtime.kv_cache import KvCacheDtype
 
 from .random_weights import RandomWeights, head_weights, v4_weights
 from .shapes import BenchShape
+from .timing import ColdCache, Counted, ProposeTimes, count_work, graph_of, measure, measure_queued
 
-__all__ = ["PATHS", "SETS", "BenchPath", "Rig", "open_rig"]
+__all__ = ["PATHS", "SETS", "BenchPath", "Rig", "measure_path", "open_rig"]
 
 SETS = 8
 """Inputs that take turns: token, hidden row and, of one sequence at a time, the sequence."""
@@ -83,6 +84,7 @@ class Rig:
         self.stacks = [None] * SETS if weights is not None else [make.f32(*streams) for _ in range(SETS)]
         self.tokens = [int(token) for token in rng.integers(0, config.vocab_size, SETS)]
         self._fill_cache(make)
+        self.cold = ColdCache(gpu, make)
         self.states = [self._state() for _ in range(sequences)]
         self._turn = 0
 
@@ -199,3 +201,19 @@ def open_rig(
         stack.callback(rig.release)
         gpu.synchronize(gpu.default_stream())
         yield rig
+
+
+def measure_path(rig: Rig, path: BenchPath, action: Callable[[], object], repeats: int) -> tuple[Counted, ProposeTimes]:
+    """What a path launches, and how long it takes, with a cold L2 cache each time."""
+    gpu, stream = rig.gpu, rig.stream
+
+    def ready() -> None:
+        rig.cold(stream)
+        gpu.synchronize(stream)
+
+    with rig.way(path):
+        counted = count_work(gpu, action)
+        wall = measure(action, repeats, ready)
+        graph = graph_of(gpu, action, stream) if path.graph else None
+        device = None if graph is None else measure_queued(gpu, stream, graph, repeats, rig.cold)
+    return counted, ProposeTimes(wall, device)

@@ -12,9 +12,9 @@ from spark_py.runtime.errors import InvalidArgumentError, UnsupportedError
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.sizes import count
 
-from .rigs import PATHS, SETS, BenchPath, Rig, open_rig
+from .rigs import PATHS, SETS, BenchPath, Rig, measure_path, open_rig
 from .shapes import MODES, BenchShape, Reads, bytes_read, shape_of
-from .timing import Bandwidth, cold_cache, count_work, measure, read_bandwidth
+from .timing import Bandwidth, ProposeTimes, read_bandwidth
 from .torch_peer import WAYS, TorchPeer, require_torch
 
 __all__ = ["BenchPlan", "BenchRow", "run_bench"]
@@ -26,11 +26,16 @@ without its FFN is 0.1 away or more."""
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """A line of the result, under the names of the JSON output. Times are microseconds of a whole propose on the host's
-    clock, from the call to the ids. `MB`: 10^6 bytes that it must read; `floor_us`: the time that reading them takes at
-    the read bandwidth of the run; `of_floor`: floor over median. `kernels` run on the device, `host_calls` are queued
-    by the host. Of a peer `same_drafts` says how many of the input sets gave the head's own draft, and `logits_l2` how
-    far its logits are from the head's, in relative L2."""
+    """A line of the result, under the names of the JSON output.
+
+    Times are microseconds. `wall_us` is the median of a whole propose on the host's clock, from the call to the ids.
+    Where a graph drafts, `us`, `min_us` and `max_us` are its replay on the device, between events, and `host_us` is
+    what the propose takes beyond it; elsewhere they are those of the whole propose, and `host_us` is None.
+
+    `MB`: 10^6 bytes that must be read; `floor_us`: the time that this takes at the read bandwidth of the run;
+    `of_floor`: floor_us over us. `kernels` run on the device, `host_calls` are queued by the host. Of a peer
+    `same_drafts` says how many of the input sets gave the head's own draft, and `logits_l2` how far its logits are from
+    the head's, in relative L2."""
 
     shape: str
     mode: str
@@ -41,6 +46,8 @@ class BenchRow:
     us: float
     min_us: float
     max_us: float
+    wall_us: float
+    host_us: float | None
     floor_us: float | None
     of_floor: float | None
     kernels: int | None = None
@@ -115,7 +122,7 @@ def run_bench(plan: BenchPlan, say: Callable[[str], None] = lambda line: None) -
         notes: list[str] = []
         rows = []
         for row in _rows(plan, gpu, shapes, bandwidth, notes):
-            say(f"{row.shape} {row.mode}, {row.by}, {row.path}: {row.us:.1f} us")
+            say(f"{row.shape} {row.mode}, {row.by}, {row.path}: {row.us:.1f} us, {row.wall_us:.1f} in all")
             rows.append(asdict(row))
         if bandwidth is None:
             notes.append(
@@ -159,18 +166,12 @@ def _paths(
             notes.append(f"{shape.name}: not batched, heads like it draft for one sequence at a time")
             continue
         nbytes, action = path.drafts * reads.rows(path.n), rig.action(path)
-        with rig.way(path), cold_cache(rig.gpu, nbytes) as cold:
-            counted = count_work(rig.gpu, action)
-            times = measure(action, plan.repeats, cold)
-        about: dict[str, Any] = {
-            "shape": shape.name,
-            "mode": mode,
-            "by": "spark_py",
-            "path": path.name,
-            "context": rig.context,
-        }
+        counted, times = measure_path(rig, path, action, plan.repeats)
+        if path.graph and times.device is None:
+            notes.append(f"{shape.name}, {mode}, {path.name}: not captured, these are times of single launches")
+        about = (shape.name, mode, "spark_py", path.name, rig.context)
         numbers = _numbers(times, nbytes, bandwidth)
-        yield BenchRow(**about, **numbers, kernels=counted.kernels, host_calls=counted.host_calls)
+        yield BenchRow(*about, **numbers, kernels=counted.kernels, host_calls=counted.host_calls)
 
 
 def _peers(
@@ -189,23 +190,16 @@ def _peers(
             if not distance <= _LARGEST_DISTANCE:
                 raise InvalidArgumentError(f"logits of torch, {way}", distance, f"{_LARGEST_DISTANCE} from the head's")
             nbytes = reads.rows(1)
-            with cold_cache(rig.gpu, nbytes) as cold:
-                times = measure(lambda run=run: peer.propose(run), plan.repeats, cold)  # type: ignore[misc]
-            about: dict[str, Any] = {
-                "shape": shape.name,
-                "mode": "bf16",
-                "by": "torch",
-                "path": way,
-                "context": rig.context,
-            }
+            times = peer.measure(run, plan.repeats)
+            about = (shape.name, "bf16", "torch", way, rig.context)
             numbers = _numbers(times, nbytes, bandwidth)
-            yield BenchRow(**about, **numbers, same_drafts=f"{same} of {SETS}", logits_l2=round(distance, 5))
+            yield BenchRow(*about, **numbers, same_drafts=f"{same} of {SETS}", logits_l2=round(distance, 5))
 
 
-def _numbers(times: Any, nbytes: float, bandwidth: Bandwidth | None) -> dict[str, Any]:
-    numbers: dict[str, Any] = {name: round(us, 1) for name, us in asdict(times).items()}
+def _numbers(times: ProposeTimes, nbytes: float, bandwidth: Bandwidth | None) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"MB": round(nbytes / 1e6, 3)} | times.numbers()
     floor = None if bandwidth is None else bandwidth.floor_us(nbytes)
-    numbers |= {"MB": round(nbytes / 1e6, 3), "floor_us": None, "of_floor": None}
+    numbers |= {"floor_us": None, "of_floor": None}
     if floor is not None:
-        numbers |= {"floor_us": round(floor, 1), "of_floor": round(floor / times.us, 3)}
+        numbers |= {"floor_us": round(floor, 1), "of_floor": round(floor / times.shown.us, 3)}
     return numbers

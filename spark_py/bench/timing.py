@@ -6,11 +6,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from spark_py.model.weight_map import DenseWeight
+from spark_py.ops.gemv import dense_gemv
 from spark_py.runtime.gpu import GpuBackend
 
 from .random_weights import RandomWeights
@@ -18,17 +19,21 @@ from .random_weights import RandomWeights
 __all__ = [
     "COLD_BYTES",
     "Bandwidth",
+    "ColdCache",
     "Counted",
+    "ProposeTimes",
     "Times",
-    "cold_cache",
     "count_work",
+    "graph_of",
     "measure",
     "measure_graph",
+    "measure_queued",
     "read_bandwidth",
 ]
 
-COLD_BYTES = 256 << 20
-"""More than twice the L2 cache of any GPU so far."""
+_COLD_ROWS, _COLD_COLUMNS = 16384, 8192
+COLD_BYTES = 2 * _COLD_ROWS * _COLD_COLUMNS
+"""256 MiB: more than twice the L2 cache of any GPU so far."""
 _SUM_BYTES = 4 << 30
 _WARM_UP, _SUMS = 3, 12
 
@@ -40,6 +45,25 @@ class Times:
     us: float
     min_us: float
     max_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeTimes:
+    """`wall`: a whole propose on the host's clock. `device`: the replay of its graph on the device, if it has one."""
+
+    wall: Times
+    device: Times | None = None
+
+    @property
+    def shown(self) -> Times:
+        """What a floor is held against."""
+        return self.device or self.wall
+
+    def numbers(self) -> dict[str, float | None]:
+        """us, min_us, max_us, wall_us, host_us: what the propose takes beyond its graph."""
+        rounded: dict[str, float | None] = {name: round(us, 1) for name, us in asdict(self.shown).items()}
+        host = None if self.device is None else round(self.wall.us - self.device.us, 1)
+        return rounded | {"wall_us": round(self.wall.us, 1), "host_us": host}
 
 
 def measure(action: Callable[[], object], repeats: int, before: Callable[[], None] = lambda: None) -> Times:
@@ -97,24 +121,55 @@ def count_work(gpu: GpuBackend, action: Callable[[], object]) -> Counted:
     return Counted(kinds["launch"], len(steps[2]))
 
 
-@contextmanager
-def cold_cache(gpu: GpuBackend, nbytes: float) -> Iterator[Callable[[], None]]:
-    """What empties the L2 cache before a call that reads `nbytes`, and is no more than a wait where a call reads more
-    than the cache holds many times over, or where no GPU is."""
-    stream = gpu.default_stream()
-    if gpu.name != "cuda" or nbytes >= COLD_BYTES:
-        yield lambda: gpu.synchronize(stream)
-        return
-    ptr = gpu.alloc(COLD_BYTES, "bench.cold")
+def graph_of(gpu: GpuBackend, action: Callable[[], object], stream: int) -> Callable[[], object] | None:
+    """What queues on `stream` the graphs that a call of a warm action replays, and nothing else of it; None where it
+    replays none."""
+    with gpu.trace() as trace:
+        action()
+        graphs = [entry for entry in trace.step() if entry.kind == "launch_graph"]
+    if not graphs:
+        return None
+    trace.steps.append(graphs)
+    return lambda: trace.replay(-1, stream)
 
-    def empty() -> None:
-        gpu.memset_async(ptr, 0xA5, COLD_BYTES, stream)
-        gpu.synchronize(stream)
 
+def measure_queued(
+    gpu: GpuBackend, stream: int, queue: Callable[[], object], repeats: int, cold: Callable[[int], None]
+) -> Times:
+    """Times on the device, between events, of what `queue` queues on `stream`. `cold` is queued before the first event:
+    while it runs the host queues the rest, so that the time of queueing is none of the device's."""
+    start, end = gpu.create_event(timing=True), gpu.create_event(timing=True)
+    times = []
     try:
-        yield empty
+        for repeat in range(repeats + _WARM_UP):
+            cold(stream)
+            gpu.record_event(start, stream)
+            queue()
+            gpu.record_event(end, stream)
+            gpu.synchronize(stream)
+            if repeat >= _WARM_UP:
+                times.append(gpu.event_elapsed_ms(start, end) * 1e3)
     finally:
-        gpu.free(ptr)
+        gpu.destroy_event(start)
+        gpu.destroy_event(end)
+    return Times(statistics.median(times), min(times), max(times))
+
+
+class ColdCache:
+    """Called with a stream, queues a read of COLD_BYTES there, after which the L2 cache holds nothing that the next
+    call reads, and nothing that is still to be written. Without a GPU it does nothing. What it reads is of `make`."""
+
+    def __init__(self, gpu: GpuBackend, make: RandomWeights) -> None:
+        self._gpu, self._matrix = gpu, DenseWeight.null()
+        if gpu.name == "cuda":
+            self._kernel = gpu.kernel("gemv", "dense_gemv_bf16")
+            self._matrix, self._x = make.tensor(_COLD_ROWS, _COLD_COLUMNS), make.tensor(_COLD_COLUMNS).weight
+            self._out = make.alloc(2 * _COLD_ROWS)
+
+    def __call__(self, stream: int) -> None:
+        if not self._matrix.weight.is_null:
+            n, k = _COLD_ROWS, _COLD_COLUMNS
+            dense_gemv(self._gpu, self._kernel, self._x, self._matrix, self._out, n, k, stream)
 
 
 @dataclass(frozen=True, slots=True)

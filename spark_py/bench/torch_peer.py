@@ -19,6 +19,7 @@ from spark_py.runtime.errors import InvalidArgumentError, UnsupportedError
 from spark_py.runtime.gpu import DevicePtr
 
 from .rigs import SETS, Rig
+from .timing import ProposeTimes, measure, measure_queued
 
 __all__ = ["WAYS", "TorchPeer", "require_torch"]
 
@@ -228,3 +229,25 @@ class TorchPeer:
             theirs = run()[1].float().cpu().numpy().astype(np.float64).reshape(-1)[: ours.size]
             worst = max(worst, float(np.linalg.norm(theirs - ours) / np.linalg.norm(ours)))
         return same, worst
+
+    def measure(self, run: Callable[[], tuple[Any, Any]], repeats: int) -> ProposeTimes:
+        """As `measure_path`, of a call that `ready` gave: of a graph its replay on the device too."""
+        torch, gpu = self.torch, self.rig.gpu
+        if self.device != "cuda":
+            return ProposeTimes(measure(lambda: self.propose(run), repeats))
+        stream = gpu.create_stream()
+        outer = torch.cuda.ExternalStream(stream)
+
+        def ready() -> None:
+            self.rig.cold(stream)
+            gpu.synchronize(stream)
+
+        try:
+            # On a stream that both sides know, so that the cache is emptied in order.
+            with torch.cuda.stream(outer):
+                wall = measure(lambda: self.propose(run), repeats, ready)
+                device = None if run == self.step else measure_queued(gpu, stream, run, repeats, self.rig.cold)
+        finally:
+            torch.cuda.synchronize()
+            gpu.destroy_stream(stream)
+        return ProposeTimes(wall, device)

@@ -19,6 +19,7 @@ from spark_py.bench.shapes import MODES, NAMES
 from spark_py.runtime.errors import InvalidArgumentError
 
 _STDOUT = "-"
+_PIPE_WIDTH = 150
 
 
 def _writable(option: str, file: str | None) -> Path | None:
@@ -35,8 +36,8 @@ def _writable(option: str, file: str | None) -> Path | None:
 
 def _show(found: dict[str, Any]) -> None:
     console = Console()
-    if console.width < 120 and not console.is_terminal:
-        console = Console(width=120)
+    if console.width < _PIPE_WIDTH and not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)
     floor = "read_GB_per_s" in found
     title = f"{found['device']} ({found['backend']})"
     title += f", reads {found['read_GB_per_s']:.0f} GB/s by {found['read_by']}" if floor else ""
@@ -60,7 +61,8 @@ def _show(found: dict[str, Any]) -> None:
         cells.append(f"{row['min_us']:.1f} - {row['max_us']:.1f}")
         if floor:
             cells += [f"{row['floor_us']:.1f}", f"{row['of_floor']:.0%}"]
-        cells += ["-" if row[name] is None else str(row[name]) for name in ("kernels", "host_calls")]
+        cells.append(f"{row['wall_us']:.1f}")
+        cells += ["-" if row[name] is None else str(row[name]) for name in ("host_us", "kernels", "host_calls")]
         table.add_row(*cells, *([row["same_drafts"] or "-"] if peers else ()))
     console.print(table)
     for note in found["notes"]:
@@ -130,10 +132,11 @@ def bench_command(
     json_file: str | None,
     plot_file: str | None,
 ) -> None:
-    """Measure whole proposes of draft heads with random weights, from the call to the ids on the host.
+    """Measure proposes of draft heads with random weights: the graph on the device, and the whole, from the call to the
+    ids on the host.
 
     Beside each median: the bytes that the draft must read, the time that this takes at the read bandwidth measured in
-    the same run, and the share of the time that it is. Inputs take turns, and what would fit the L2 cache is read cold.
+    the same run, and the share of the time that it is. Inputs take turns, and the L2 cache is emptied each time.
     """
     written, picture = _writable("--json", json_file), _writable("--plot", plot_file)
     if picture is not None:

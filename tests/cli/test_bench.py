@@ -15,10 +15,20 @@ from click.testing import CliRunner, Result
 
 from spark_py.bench import run, torch_peer
 from spark_py.bench.plot import draw
-from spark_py.bench.rigs import BenchPath, Rig, open_rig
+from spark_py.bench.random_weights import RandomWeights
+from spark_py.bench.rigs import BenchPath, Rig, measure_path, open_rig
 from spark_py.bench.run import BenchPlan, run_bench
 from spark_py.bench.shapes import NAMES, BenchShape, Reads, bytes_read, shape_of
-from spark_py.bench.timing import Bandwidth, cold_cache, count_work, measure
+from spark_py.bench.timing import (
+    Bandwidth,
+    ColdCache,
+    ProposeTimes,
+    Times,
+    count_work,
+    graph_of,
+    measure,
+    measure_queued,
+)
 from spark_py.bench.v4_parts import V4_SHAPES, v4_rows
 from spark_py.cli.demo import DEMO_MODELS
 from spark_py.cli.main import cli
@@ -91,9 +101,14 @@ def test_each_shape_has_numbers_in_each_of_its_modes(name: str) -> None:
 
 
 def test_a_fraction_of_the_floor() -> None:
-    numbers = run._numbers(measure(lambda: None, 1), 4e6, Bandwidth(4e12, "a sum"))
-    assert (numbers["MB"], numbers["floor_us"]) == (4.0, 1.0)
-    assert run._numbers(measure(lambda: None, 1), 4e6, None)["of_floor"] is None
+    wall, device = Times(30.0, 29.0, 33.0), Times(2.0, 1.9, 2.2)
+    numbers = run._numbers(ProposeTimes(wall, device), 4e6, Bandwidth(4e12, "a sum"))
+    assert numbers == {
+        "MB": 4.0, "us": 2.0, "min_us": 1.9, "max_us": 2.2, "wall_us": 30.0, "host_us": 28.0, "floor_us": 1.0,
+        "of_floor": 0.5,
+    }  # fmt: skip
+    numbers = run._numbers(ProposeTimes(wall), 4e6, None)
+    assert (numbers["us"], numbers["wall_us"], numbers["host_us"], numbers["of_floor"]) == (30.0, 30.0, None, None)
 
 
 def test_calls_that_warm_up_do_not_count_and_each_is_prepared() -> None:
@@ -104,10 +119,11 @@ def test_calls_that_warm_up_do_not_count_and_each_is_prepared() -> None:
 
 
 def test_nothing_is_emptied_where_no_gpu_is(host: GpuBackend) -> None:
+    make = RandomWeights(host, small=True)
     live = host.live_bytes()
-    with cold_cache(host, 1.0) as cold:
-        cold()
-        assert host.live_bytes() == live
+    ColdCache(host, make)(host.default_stream())
+    assert host.live_bytes() == live
+    make.release()
 
 
 # ---------------------------------------------------------------- rigs
@@ -159,6 +175,25 @@ def test_launches_are_counted(host: GpuBackend) -> None:
     assert each.host_calls > each.kernels > 10
     assert captured.kernels == each.kernels + 2  # an embedding that is copied becomes a kernel
     assert captured.host_calls < 6
+
+
+def test_what_is_timed_on_the_device_is_the_graph_alone(host: GpuBackend) -> None:
+    path = BenchPath("", 2, 1, True)
+    with open_rig(host, shape_of("demo"), "bf16", 20, 2) as rig:
+        assert graph_of(host, rig.action(path), rig.stream) is None  # the first call is not captured
+        graph = graph_of(host, rig.action(path), rig.stream)
+        assert graph is not None
+        wanted = rig.logits()
+        host.memset(rig.ctx.buffers.logits(), 0xFF, 2 * rig.head.draft_vocab)
+        with host.trace() as trace:
+            graph()
+        assert trace.steps == []  # replays of a trace are not traced
+        np.testing.assert_array_equal(rig.logits(), wanted)
+        times = measure_queued(host, rig.stream, graph, 2, rig.cold)
+        assert 0.0 < times.min_us <= times.us <= times.max_us
+        counted, both = measure_path(rig, BenchPath("", 1, 1, False), lambda: rig.propose(1), 1)
+        assert both.device is None
+        assert counted.kernels > 10
 
 
 def test_a_mode_that_a_rig_has_not(host: GpuBackend) -> None:
