@@ -60,11 +60,18 @@ _DEMO_COLUMNS = (
     "identical_to_greedy",
 )
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+_BENCH = ["-m", "spark_py.cli.main", "bench", "--backend", "cuda", "--repeats", "15"]
 BENCHMARKS = {
     "launch": ["tools/bench_launch.py"],
     "kernels": ["tools/bench_kernels.py"],
     "drafts": ["tools/bench_propose.py"],
-}
+    "drafts of DeepSeek-V4": [*_BENCH, "--shape", "deepseek-v4-flash", "--mode", "mxfp4", "--json"],
+    "drafts beside torch": [
+        *_BENCH, "--shape", "qwen3.6-27b", "--mode", "bf16", "--path", "graph", "--path", "chain",
+        "--against", "torch", "--compile-limit", "35", "--json",
+    ],
+    "start-up": ["tools/bench_startup.py", "--gb", "1"],
+}  # fmt: skip
 
 
 def _demo(backend: str, family: str) -> list[str]:
@@ -163,6 +170,7 @@ def _table(values: dict[str, Any]) -> list[str]:
     objects = {key: value for key, value in values.items() if isinstance(value, dict)}
     rows = values.get("rows") or [{"": name, **row} for name, row in objects.items()]
     lines = [f"- {key}: {value}" for key, value in values.items() if not isinstance(value, dict | list)]
+    lines += [f"- note: {note}" for note in values.get("notes", [])]
     if rows:
         lines += ["", f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
         lines += [f"| {' | '.join(_number(value) for value in row.values())} |" for row in rows]
@@ -278,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
             benchmarks[name] = skipped
         else:
             say(f"benchmark: {name}")
-            log = args.output / f"benchmark_{name}.log"
+            log = args.output / f"benchmark_{name.replace(' ', '_')}.log"
             benchmarks[name] = json_step(script, log, args.benchmark_limit, env)
     results: dict[str, Any] = {
         "environment": environment_of(doctor),

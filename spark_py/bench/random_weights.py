@@ -14,7 +14,6 @@ from spark_py.model.layers.deepseek_v4 import (
     V4AttentionWeights,
     V4BlockWeights,
     V4ExpertWeights,
-    V4FfnShape,
     V4FfnWeights,
     V4HyperShape,
     V4HyperWeights,
@@ -104,11 +103,12 @@ class RandomWeights:
         """E4M3 codes, a scale for each block of 128 x 128."""
         return Fp8Weight(self.codes(n * k), self.f32(-(-n // 128), -(-k // 128)), n, k)
 
-    def mxfp4(self, n: int, k: int) -> Mxfp4Weight:
-        """E2M1 codes, and the same scale for each block of 32."""
-        scales = self.alloc(n * k // 32)
-        self.gpu.memset(scales, _SCALE_BYTE, n * k // 32)
-        return Mxfp4Weight(self.codes(n * k // 2), scales, n, k)
+    def mxfp4(self, count: int, n: int, k: int) -> list[Mxfp4Weight]:
+        """`count` tensors behind each other: E2M1 codes, and the same scale for each block of 32."""
+        each, scale = n * k // 2, n * k // 32
+        codes, scales = self.codes(count * each), self.alloc(count * scale)
+        self.gpu.memset(scales, _SCALE_BYTE, count * scale)
+        return [Mxfp4Weight(codes.offset(i * each), scales.offset(i * scale), n, k) for i in range(count)]
 
     def release(self) -> None:
         """Free everything; a second call does nothing."""
@@ -155,10 +155,8 @@ def v4_weights(make: RandomWeights, shapes: V4Shapes, mode: str = "mxfp4") -> V4
     a, ffn, hyper = shapes.attention, shapes.ffn, shapes.hyper
     h, out = a.hidden_size, a.o_groups * a.o_lora_rank
     projection: Callable[[int, int], Any] = make.tensor if mode == "bf16" else make.fp8
-    routed: Callable[[int, int], Any] = make.tensor if mode == "bf16" else make.mxfp4
-
-    def expert(kind: Callable[[int, int], Any], shape: V4FfnShape = ffn) -> V4ExpertWeights:
-        return V4ExpertWeights(kind(shape.inter, h), kind(shape.inter, h), kind(h, shape.inter))
+    routed: Callable[[int, int, int], list[Any]] = make.stack if mode == "bf16" else make.mxfp4
+    widths = ((ffn.inter, h), (ffn.inter, h), (h, ffn.inter))
 
     def connections(shape: V4HyperShape = hyper, head: bool = False) -> V4HyperWeights:
         hc = shape.hc_mult
@@ -176,12 +174,13 @@ def v4_weights(make: RandomWeights, shapes: V4Shapes, mode: str = "mxfp4") -> V4
         attn_sink=make.f32(a.num_heads),
     )
     router = V4RouterWeights(make.tensor(ffn.num_experts, h), make.f32(ffn.num_experts))
-    experts = [expert(routed) for _ in range(ffn.num_experts)]
+    w1s, w3s, w2s = (routed(ffn.num_experts, *width) for width in widths)
+    experts = [V4ExpertWeights(*each) for each in zip(w1s, w3s, w2s, strict=True)]
     return V4MtpWeights(
         block=V4BlockWeights(
             V4LayerWeights(connections(), make.tensor(h), connections(), make.tensor(h)),
             attention,
-            V4FfnWeights(router, experts, expert(projection)),
+            V4FfnWeights(router, experts, V4ExpertWeights(*(projection(*width) for width in widths))),
         ),
         enorm=make.tensor(h),
         hnorm=make.tensor(h),

@@ -71,6 +71,7 @@ class BenchPlan:
     repeats: int = 25
     seed: int = 0
     against_torch: bool = False
+    compile_limit: float = 0.0
 
     def __post_init__(self) -> None:
         if count("--batch", self.batch, 2) > 64:
@@ -81,6 +82,8 @@ class BenchPlan:
         count("--seed", self.seed, 0)
         if self.context is not None and count("--context", self.context) > 1 << 20:
             raise InvalidArgumentError("--context", self.context, f"{1 << 20} at most")
+        if not 0.0 <= self.compile_limit <= 3600.0:
+            raise InvalidArgumentError("--compile-limit", self.compile_limit, "0 to 3600 seconds, 0: no limit")
         for name, values, offered in (("--mode", self.modes, MODES), ("--path", self.paths, PATHS)):
             for value in values:
                 if value not in offered:
@@ -182,7 +185,7 @@ def _peers(
         peer = TorchPeer(rig)
         for way in WAYS:
             try:
-                run = peer.ready(way)
+                run = peer.ready(way, plan.compile_limit)
             except UnsupportedError as error:
                 notes.append(f"{shape.name}: {error}")
                 continue

@@ -6,7 +6,9 @@ One row, BF16, for the heads whose body `HeadBody` describes. Nothing here impor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from spark_py.runtime.gpu import DevicePtr
 from .rigs import SETS, Rig
 from .timing import ProposeTimes, measure, measure_queued
 
-__all__ = ["WAYS", "TorchPeer", "require_torch"]
+__all__ = ["WAYS", "TorchPeer", "deadline", "require_torch"]
 
 WAYS = ("eager", "CUDA graph", "compiled (max-autotune), CUDA graph")
 _WARM_UP = 3
@@ -34,6 +36,25 @@ def require_torch() -> Any:
     except ImportError:
         raise UnsupportedError("--against torch: torch is not installed; run: pip install torch") from None
     return torch
+
+
+@contextmanager
+def deadline(limit_s: float) -> Iterator[None]:
+    """TimeoutError in what runs longer than so many seconds; 0: no limit. In the main thread alone."""
+    if not limit_s:
+        yield
+        return
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError(f"not done within {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class TorchPeer:
@@ -182,9 +203,9 @@ class TorchPeer:
 
     # ------------------------------------------------------------ running it
 
-    def ready(self, way: str) -> Callable[[], tuple[Any, Any]]:
+    def ready(self, way: str, limit_s: float = 0.0) -> Callable[[], tuple[Any, Any]]:
         """`step` run as one of WAYS: a call that leaves id and logits where it says. UnsupportedError for a graph
-        without a GPU, or where torch cannot compile or capture."""
+        without a GPU, and where torch cannot compile or capture, or not within `limit_s` seconds, if that is not 0."""
         torch, step = self.torch, self.step
         if way == WAYS[0]:
             return step
@@ -195,7 +216,7 @@ class TorchPeer:
                 step = torch.compile(self.step, mode="max-autotune-no-cudagraphs", fullgraph=True)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            with deadline(limit_s), torch.cuda.stream(side):
                 for _ in range(_WARM_UP):
                     step()
             torch.cuda.synchronize()
@@ -203,7 +224,8 @@ class TorchPeer:
             with torch.cuda.graph(graph):
                 found = step()
         except Exception as error:  # torch's compilers raise many kinds
-            raise UnsupportedError(f"torch, {way}: {str(error).splitlines()[0]}") from error
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UnsupportedError(f"torch, {way}: {first}") from error
 
         def replay() -> tuple[Any, Any]:
             graph.replay()

@@ -110,6 +110,14 @@ def _show(found: dict[str, Any]) -> None:
     help="Also the same draft in torch, BF16, on the same weights: eager, in a CUDA graph, compiled in a CUDA graph.",
 )
 @click.option(
+    "--compile-limit",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="S",
+    help="Leave the compiled peer out where torch takes more seconds to compile it; 0: no limit.",
+)
+@click.option(
     "--json",
     "json_file",
     is_flag=False,
@@ -129,6 +137,7 @@ def bench_command(
     seed: int,
     backend: str,
     against: str | None,
+    compile_limit: float,
     json_file: str | None,
     plot_file: str | None,
 ) -> None:
@@ -145,7 +154,7 @@ def bench_command(
             raise InvalidArgumentError("--plot", plot_file, "a name that ends in .png, .svg or .pdf is needed")
     plan = BenchPlan(
         backend, tuple(dict.fromkeys(shapes)), tuple(dict.fromkeys(modes)), tuple(dict.fromkeys(paths)), batch, drafts,
-        context, repeats, seed, against is not None,
+        context, repeats, seed, against is not None, compile_limit,
     )  # fmt: skip
     found = run_bench(plan, lambda line: click.echo(line, err=True))
     text = json.dumps(found, indent=2)

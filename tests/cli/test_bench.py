@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,6 +260,8 @@ def test_json_on_stdout_and_in_a_file(tmp_path: Path) -> None:
         (["--drafts", "17"], "--drafts is 17"),
         (["--context", "0"], "--context is 0"),
         (["--repeats", "0"], "--repeats is 0"),
+        (["--compile-limit", "-1"], "--compile-limit is -1.0"),
+        (["--compile-limit", "nan"], "--compile-limit is nan"),
         (["--seed", "-1"], "--seed is -1"),
         (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
         (["--json", "/"], "a file is needed"),
@@ -315,6 +319,16 @@ def test_what_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         BenchPlan(modes=("fp8",), against_torch=True)
     with pytest.raises(InvalidArgumentError, match="deepseek-v4-flash has no peer there"):
         BenchPlan(shapes=("deepseek-v4-flash",), against_torch=True)
+
+
+def test_a_deadline_ends_what_takes_longer() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"), torch_peer.deadline(0.01):
+        threading.Event().wait(30.0)
+    with torch_peer.deadline(30.0):
+        pass
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="torch, the peer, is not installed")
