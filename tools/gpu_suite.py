@@ -185,6 +185,8 @@ def _short(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: object) -> str:
+    if value is None:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1e4 else str(value)
 
 
@@ -235,6 +237,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--demo-limit", type=float, default=180, metavar="S", help="seconds for each run of the demo")
     parser.add_argument("--test-limit", type=float, default=180, metavar="S", help="seconds for the tests")
     parser.add_argument("--sanitizer-limit", type=float, default=200, metavar="S", help="seconds for the three tools")
+    parser.add_argument(
+        "--benchmark-device", metavar="N", help="run the benchmarks at the same time, on a GPU of their own"
+    )
     parser.add_argument("--benchmark-limit", type=float, default=60, metavar="S", help="seconds for each benchmark")
     return parser.parse_args(argv)
 
@@ -273,21 +278,27 @@ def main(argv: list[str] | None = None) -> int:
         say("demo")
         return {n: json_step(c, args.output / "demo.log", args.demo_limit, env) for n, c in DEMO.items()}
 
-    with ThreadPoolExecutor(3 if args.side_by_side else 1) as pool:
+    def measure() -> dict[str, Any]:
+        own = env if args.benchmark_device is None else {**env, "CUDA_VISIBLE_DEVICES": args.benchmark_device}
+        found: dict[str, Any] = {}
+        for name, script in BENCHMARKS.items():
+            if args.skip_benchmark:
+                found[name] = skipped
+                continue
+            say(f"benchmark: {name}")
+            log = args.output / f"benchmark_{name.replace(' ', '_')}.log"
+            found[name] = json_step(script, log, args.benchmark_limit, own)
+        return found
+
+    with ThreadPoolExecutor(3 if args.side_by_side else 1) as pool, ThreadPoolExecutor(1) as other:
         steps = [pool.submit(step) for step in (test, sanitizing, demonstrate)]
+        beside = None if args.benchmark_device is None else other.submit(measure)
         tests, sanitizer, demo = (step.result() for step in steps)
+        benchmarks = measure() if beside is None else beside.result()
     kernels: set[str] = set()
     kernels.update(*(result.pop("kernels", []) for result in sanitizer.get("tools", {}).values()))
     not_run = set(tests.pop("kernels", [])) - kernels
     sanitizer.update(kernels=sorted(kernels), kernels_not_run=sorted(not_run))
-    benchmarks: dict[str, Any] = {}
-    for name, script in BENCHMARKS.items():
-        if args.skip_benchmark:
-            benchmarks[name] = skipped
-        else:
-            say(f"benchmark: {name}")
-            log = args.output / f"benchmark_{name.replace(' ', '_')}.log"
-            benchmarks[name] = json_step(script, log, args.benchmark_limit, env)
     results: dict[str, Any] = {
         "environment": environment_of(doctor),
         "commit": args.commit or head(),
