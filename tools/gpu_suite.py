@@ -185,8 +185,6 @@ def _short(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: object) -> str:
-    if value is None:
-        return "-"
     return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1e4 else str(value)
 
 

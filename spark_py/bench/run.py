@@ -159,14 +159,16 @@ def _paths(
     bandwidth: Bandwidth | None,
     notes: list[str],
 ) -> Iterator[BenchRow]:
-    for name in plan.paths or PATHS:
-        path = BenchPath.of(name, plan.drafts, plan.batch)
-        if path.n > (most := rig.most_at_once()):
-            if plan.paths and most == 1:
-                raise InvalidArgumentError("--path", name, f"heads like {shape.name} draft for one sequence at a time")
-            if most > 1:
-                raise InvalidArgumentError("--batch", path.n, f"{shape.name} drafts for {most} at once at most")
-            notes.append(f"{shape.name}: not batched, heads like it draft for one sequence at a time")
+    paths = [BenchPath.of(name, plan.drafts, plan.batch) for name in plan.paths or PATHS]
+    most = rig.most_at_once()
+    if any(path.n > most for path in paths):  # said before anything is measured
+        if most > 1:
+            raise InvalidArgumentError("--batch", plan.batch, f"{shape.name} drafts for {most} at once at most")
+        if plan.paths:
+            raise InvalidArgumentError("--path", "batched", f"{shape.name} drafts for one sequence at a time")
+        notes.append(f"{shape.name}: not batched, heads like it draft for one sequence at a time")
+    for path in paths:
+        if path.n > most:
             continue
         nbytes, action = path.drafts * reads.rows(path.n), rig.action(path)
         counted, times = measure_path(rig, path, action, plan.repeats)

@@ -23,7 +23,7 @@ _PIPE_WIDTH = 150
 
 
 def _writable(option: str, file: str | None) -> Path | None:
-    """The path, once it is known that its folder is there: a measurement takes a while. None for stdout."""
+    """The path, once it is known that it can be written: a measurement takes a while. None for stdout."""
     if file is None or file == _STDOUT:
         return None
     path = Path(file)
@@ -31,6 +31,13 @@ def _writable(option: str, file: str | None) -> Path | None:
         raise InvalidArgumentError(option, file, "a file is needed, and this is a folder")
     if not path.parent.is_dir():
         raise InvalidArgumentError(option, file, f"there is no folder {path.parent}")
+    there = path.exists()
+    try:
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise InvalidArgumentError(option, file, f"it cannot be written: {error.strerror}") from error
     return path
 
 

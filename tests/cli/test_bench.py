@@ -265,6 +265,7 @@ def test_json_on_stdout_and_in_a_file(tmp_path: Path) -> None:
         (["--seed", "-1"], "--seed is -1"),
         (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
         (["--json", "/"], "a file is needed"),
+        (["--json", "/proc/bench.json"], "it cannot be written"),
     ],
 )
 def test_wrong_words_are_refused_before_anything_is_measured(words: list[str], message: str) -> None:

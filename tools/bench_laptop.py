@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The demo's CPU path beside Hugging Face's greedy generation with torch, on the same CPU, checkpoint and prompt.
+
+Ours: the decoding loop on backend host, NumPy alone, without drafts and with three, prompt and verifying included.
+Theirs: `generate` of transformers in BF16 with its cache, eager attention, after one generation that does not count.
+Both decode the same prompt greedily; `same_tokens` counts the first ids that agree, for BF16 sums in another order may
+decide a near tie otherwise. One JSON object on stdout; without torch and transformers, our rows alone.
+
+    python tools/bench_laptop.py [--family qwen3_next] [--max-new-tokens 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from spark_py.cli.decoding import Request, decode, default_prompts
+from spark_py.cli.demo import DEMO_MODELS
+
+FAMILIES = ("qwen3_next", "qwen3_next_moe")
+"""Those of the demo whose checkpoint transformers loads as it is."""
+
+
+def ours(family: str, prompt: str, max_new_tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """Tokens a second of the best of `repeats` runs, without drafts and with three."""
+    rows = []
+    for drafts in (0, 3):
+        request = Request(family, "host", prompt, max_new_tokens, drafts, None, False, True)
+        runs = [decode(DEMO_MODELS / family, request)[0] for _ in range(repeats)]
+        best = max(runs, key=lambda run: run.tokens_per_second)
+        rows.append(
+            {
+                "what": f"spark_py, host, {drafts} drafts",
+                "tokens_per_second": round(best.tokens_per_second, 1),
+                "seconds": round(best.seconds, 3),
+                "new_tokens": best.new_tokens,
+                "same_tokens": best.new_tokens,
+                "token_ids": best.token_ids,
+            }
+        )
+    return rows
+
+
+def theirs(family: str, prompt: str, max_new_tokens: int, repeats: int, wanted: Sequence[int]) -> list[dict[str, Any]]:
+    """The same by transformers; empty without it."""
+    try:
+        import torch
+        from tokenizers import Tokenizer
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        return []
+    folder = DEMO_MODELS / family
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    ids = torch.tensor([Tokenizer.from_file(str(folder / "tokenizer.json")).encode(prompt).ids])
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            found = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+            )
+        times.append(time.perf_counter() - start)
+    tokens, best = found[0, ids.shape[1] :].tolist(), min(times[1:])
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False)))
+    return [
+        {
+            "what": f"transformers generate, torch {torch.__version__}, {torch.get_num_threads()} threads",
+            "tokens_per_second": round(len(tokens) / best, 1),
+            "seconds": round(best, 3),
+            "new_tokens": len(tokens),
+            "same_tokens": same,
+            "token_ids": tokens,
+        }
+    ]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", default=FAMILIES[0], choices=FAMILIES)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3, help="runs, of which the fastest counts (default 3)")
+    options = parser.parse_args()
+    if options.repeats < 1 or options.max_new_tokens < 1:
+        parser.error("--repeats and --max-new-tokens are 1 or more")
+    prompt = default_prompts(DEMO_MODELS / options.family, 1)[0]
+    rows = ours(options.family, prompt, options.max_new_tokens, options.repeats)
+    rows += theirs(options.family, prompt, options.max_new_tokens, options.repeats, rows[0]["token_ids"])
+    for row in rows:
+        del row["token_ids"]
+    json.dump({"cpus": os.cpu_count(), "family": options.family, "rows": rows}, sys.stdout, indent=1)
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
