@@ -89,6 +89,7 @@ def test_by_default(sparse: Start) -> None:
     assert {head[1:] for head in heads(sparse("generate", "--json"))} == {("bf16", True)}
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("not_emulated")
 def test_the_demo_compares_what_the_checkpoint_offers(sparse: Start, dense: Start) -> None:
     """Beside the others, a BF16 head that does not see the prompt either."""

@@ -149,6 +149,7 @@ with emulate(Path(sys.argv[1]), Path(sys.argv[1], "kernels.cu").read_text()) as 
 """
 
 
+@pytest.mark.deep
 def test_processes_that_start_together_share_a_cold_cache(tmp_path: Path) -> None:
     emulate(tmp_path / "set", SIMPLE.replace("VALUE", "9u")).close()
     root = Path(__file__).parents[2]
@@ -166,6 +167,7 @@ def test_processes_that_start_together_share_a_cold_cache(tmp_path: Path) -> Non
     assert entries in (["kernels", "prefix", "runtime"], ["kernels", "runtime"])
 
 
+@pytest.mark.deep
 def test_a_cache_that_cannot_be_made_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

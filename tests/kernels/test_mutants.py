@@ -60,6 +60,7 @@ def test_every_kernel_has_three_mutants() -> None:
     assert {key for key in tested if counts.get((key[0], key[1]), 0) < 3} == set()
 
 
+@pytest.mark.deep
 @pytest.mark.host_only("patched references stand in for kernels on the host alone")
 @pytest.mark.parametrize("mutant", PY_MUTANTS, ids=str)
 def test_the_check_notices_a_wrong_reference(

@@ -484,7 +484,7 @@ def test_a_drafter_without_blocks_drafts_later_or_never(
 # ---------------------------------------------------------------- a head that drafts by itself
 
 
-@pytest.mark.parametrize(("policy", "refeed"), [(RowPolicy.SEED, False), (RowPolicy.VERIFIED, True)])
+@pytest.mark.parametrize(("policy", "refeed"), thinned([(RowPolicy.SEED, False), (RowPolicy.VERIFIED, True)], keep=[1]))
 @pytest.mark.parametrize("eager", thinned([True, False], keep=[1]))
 def test_a_real_head(
     gpu: GpuBackend,

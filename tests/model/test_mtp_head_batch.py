@@ -39,6 +39,7 @@ from spark_py.runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from spark_py.runtime.scratch import ScratchRegion
 from tests.model.mtp_forms import CLEAR_ID, FORMS, FUSED, Form, hide, make_form, to_blocks, to_nvfp4
 from tests.model.support import (
+from tests.thin import thinned
     BF16,
     FFN,
     Array,
@@ -169,7 +170,15 @@ def widths(form: Form) -> Sequence[int]:
     return range(2, 9) if form == FORMS[0] or form.quant is Q.NVFP4 or form.nvfp4_lm_head else (2, 3, 8)
 
 
-@pytest.mark.parametrize(("form", "n"), [(form, n) for form in FORMS for n in widths(form)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "n"),
+    [
+        pytest.param(form, n, marks=() if n in (2, 8) else pytest.mark.deep)
+        for form in FORMS
+        for n in widths(form)
+    ],
+    ids=str,
+)
 def test_a_batch_is_its_sequences_alone(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, form: Form, n: int
 ) -> None:
@@ -237,7 +246,7 @@ LACKING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "lacks", "n", "most"), LACKING.values(), ids=LACKING.keys())
+@pytest.mark.parametrize(("form", "lacks", "n", "most"), thinned(LACKING.values(), keep=range(0, 10, 3), ids=[*LACKING]))
 def test_sets_that_lack_kernels(
     gpu: GpuBackend,
     rng: np.random.Generator,

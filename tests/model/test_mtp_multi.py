@@ -77,7 +77,8 @@ def test_release_gives_everything_back(gpu: GpuBackend, rng: np.random.Generator
 
 
 @pytest.mark.no_sanitizer("300 steps launch too often for it; the tests of single steps run the same kernels")
-@pytest.mark.parametrize(("policy", "refeed"), thinned(MODES, keep=[2], ids=IDS))
+@pytest.mark.deep
+@pytest.mark.parametrize(("policy", "refeed"), MODES, ids=IDS)
 def test_rows_over_random_accept_patterns(
     gpu: GpuBackend, rng: np.random.Generator, policy: RowPolicy, refeed: bool
 ) -> None:

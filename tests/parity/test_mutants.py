@@ -212,6 +212,7 @@ def test_without_a_fault_the_comparison_passes(
     compare(gpu, tmp_path, which, monkeypatch)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("fault", "which"), MUTANTS)
 def test_a_fault_makes_the_comparison_fail(
     gpu: GpuBackend, tmp_path: Path, fault: str, which: str, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_without_a_fault_the_comparison_passes(
     compare(gpu, tmp_path, None, which, monkeypatch)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("which", ["target", "head"])
 @pytest.mark.parametrize("fault", [*TENSORS, *CONFIGS])
 def test_a_fault_makes_the_comparison_fail(

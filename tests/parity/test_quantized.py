@@ -247,6 +247,7 @@ FAULTS: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("quant", [FP8, NVFP4], ids=lambda quant: quant.value)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(
