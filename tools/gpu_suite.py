@@ -68,7 +68,7 @@ BENCHMARKS = {
     "drafts of DeepSeek-V4": [*_BENCH, "--shape", "deepseek-v4-flash", "--mode", "mxfp4", "--json"],
     "drafts beside torch": [
         *_BENCH, "--shape", "qwen3.6-27b", "--mode", "bf16", "--path", "graph", "--path", "chain",
-        "--against", "torch", "--compile-limit", "35", "--json",
+        "--against", "torch", "--compile-limit", "30", "--json",
     ],
     "start-up": ["tools/bench_startup.py", "--gb", "1"],
 }  # fmt: skip
