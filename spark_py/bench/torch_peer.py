@@ -7,6 +7,7 @@ One row, BF16, for the heads whose body `HeadBody` describes. Nothing here impor
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -212,6 +213,7 @@ class TorchPeer:
             return step
         if self.device != "cuda":
             raise UnsupportedError(f"torch, {way}: takes a GPU")
+        begun = time.monotonic()
         try:
             if way == WAYS[2]:
                 step = torch.compile(self.step, mode="max-autotune-no-cudagraphs", fullgraph=True)
@@ -225,8 +227,10 @@ class TorchPeer:
             with torch.cuda.graph(graph):
                 found = step()
         except Exception as error:  # torch's compilers raise many kinds
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UnsupportedError(f"torch, {way}: {first}") from error
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            if limit_s and time.monotonic() - begun >= limit_s:  # whatever the compiler made of it
+                why = f"not compiled within {limit_s:g} s"
+            raise UnsupportedError(f"torch, {way}: {why}") from error
 
         def replay() -> tuple[Any, Any]:
             graph.replay()
