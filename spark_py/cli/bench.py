@@ -19,7 +19,7 @@ from spark_py.bench.shapes import MODES, NAMES
 from spark_py.runtime.errors import InvalidArgumentError
 
 _STDOUT = "-"
-_PIPE_WIDTH = 150
+_PIPE_WIDTH = 170
 
 
 def _writable(option: str, file: str | None) -> Path | None:
@@ -56,6 +56,8 @@ def _show(found: dict[str, Any]) -> None:
         "µs",
         "from - to",
         *(("floor\nµs", "of\nfloor") if floor else ()),
+        "whole\npropose",
+        "host",
         "kernels",
         "calls",
     ):
