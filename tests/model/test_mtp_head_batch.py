@@ -39,7 +39,6 @@ from spark_py.runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from spark_py.runtime.scratch import ScratchRegion
 from tests.model.mtp_forms import CLEAR_ID, FORMS, FUSED, Form, hide, make_form, to_blocks, to_nvfp4
 from tests.model.support import (
-from tests.thin import thinned
     BF16,
     FFN,
     Array,
@@ -51,6 +50,7 @@ from tests.thin import thinned
     relative_l2,
     upload,
 )  # fmt: skip
+from tests.thin import thinned
 
 Q = MtpQuantization
 MANY = 11
@@ -172,11 +172,7 @@ def widths(form: Form) -> Sequence[int]:
 
 @pytest.mark.parametrize(
     ("form", "n"),
-    [
-        pytest.param(form, n, marks=() if n in (2, 8) else pytest.mark.deep)
-        for form in FORMS
-        for n in widths(form)
-    ],
+    [pytest.param(form, n, marks=() if n in (2, 8) else pytest.mark.deep) for form in FORMS for n in widths(form)],
     ids=str,
 )
 def test_a_batch_is_its_sequences_alone(
@@ -246,7 +242,9 @@ LACKING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "lacks", "n", "most"), thinned(LACKING.values(), keep=range(0, 10, 3), ids=[*LACKING]))
+@pytest.mark.parametrize(
+    ("form", "lacks", "n", "most"), thinned(LACKING.values(), keep=range(0, 10, 3), ids=[*LACKING])
+)
 def test_sets_that_lack_kernels(
     gpu: GpuBackend,
     rng: np.random.Generator,
