@@ -106,13 +106,10 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         return [mtp_attn_meta(base, len(state.block_table)) for base, state in zip(bases, states, strict=True)]
 
     def _copy_rows(self, sources: Sequence[DevicePtr], target: DevicePtr, row_bytes: int, stream: StreamLike) -> None:
-        """Rows from anywhere to rows of `target`, those that lie one after the other in one copy."""
-        start = 0
-        for end in range(1, len(sources) + 1):
-            if end == len(sources) or sources[end] != sources[end - 1].offset(row_bytes):
-                nbytes = (end - start) * row_bytes
-                self.gpu.copy_d2d_async(sources[start], target.offset(start * row_bytes), nbytes, stream)
-                start = end
+        """Rows from anywhere to rows of `target`. One copy each: rows at neighbouring addresses need not be of one
+        allocation, and a copy may not leave its own."""
+        for i, source in enumerate(sources):
+            self.gpu.copy_d2d_async(source, target.offset(i * row_bytes), row_bytes, stream)
 
     # ------------------------------------------------------------ the pass
 
