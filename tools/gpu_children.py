@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+GRACE = 15.0
+"""Seconds that a child has between interrupt and kill."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,21 @@ class Run:
 
 
 def run(command: list[str], log: Path, limit: float, env: dict[str, str]) -> Run:
-    """Run to the end or to `limit` seconds, then kill its process group. stderr, then stdout, are kept in `log`."""
+    """Run to the end or to `limit` seconds, then interrupt it, so that it can still say how far it came, and kill its
+    process group. stderr, then stdout, are kept in `log`."""
     start = time.monotonic()
     with tempfile.TemporaryFile() as out, log.open("wb") as err:
         child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
         try:
             code: int | None = child.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
             code = None
+            child.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=GRACE)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
         out.seek(0)
         stdout = out.read()
         err.write(stdout)
@@ -77,7 +85,7 @@ def pytest_run(prefix: list[str], arguments: list[str], log: Path, limit: float,
             result["message"] = f"stopped after {limit:g} s"
         elif not junit.exists():
             result["message"] = f"pytest wrote no report; see {log.name}"
-        else:
+        if junit.exists():
             result.update(read_junit(junit.read_text()))
             lists = [json.loads(path.read_text()) for path in Path(folder).glob("audit.json*")]
             result["kernels"] = sorted({name for names in lists for name in names})

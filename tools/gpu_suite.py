@@ -192,7 +192,8 @@ def _counts(result: dict[str, Any]) -> str:
     if "passed" not in result:
         return str(result.get("message", "no counts"))
     counts = ", ".join(f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped"))
-    return f"{counts} in {result['seconds']} s"
+    message = f"{result['message']}: " if "message" in result else ""
+    return f"{message}{counts} in {result['seconds']} s"
 
 
 def problems_of(results: dict[str, Any], expected: dict[str, str] | None) -> list[str]:
