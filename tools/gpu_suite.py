@@ -66,9 +66,11 @@ BENCHMARKS = {
     "kernels": ["tools/bench_kernels.py"],
     "drafts": ["tools/bench_propose.py"],
     "drafts of DeepSeek-V4": [*_BENCH, "--shape", "deepseek-v4-flash", "--mode", "mxfp4", "--json"],
+    "DeepSeek-V4 by parts": ["tools/bench_v4.py", "--repeats", "15"],
+    "drafts of a MiniMax-M2 module": [*_BENCH, "--shape", "minimax-m2", "--json"],
     "drafts beside torch": [
         *_BENCH, "--shape", "qwen3.6-27b", "--mode", "bf16", "--path", "graph", "--path", "chain",
-        "--against", "torch", "--compile-limit", "30", "--json",
+        "--against", "torch", "--compile-limit", "90", "--json",
     ],
     "start-up": ["tools/bench_startup.py", "--gb", "1"],
 }  # fmt: skip
@@ -239,7 +241,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--benchmark-device", metavar="N", help="run the benchmarks at the same time, on a GPU of their own"
     )
-    parser.add_argument("--benchmark-limit", type=float, default=60, metavar="S", help="seconds for each benchmark")
+    parser.add_argument("--benchmark-limit", type=float, default=180, metavar="S", help="seconds for each benchmark")
     return parser.parse_args(argv)
 
 
