@@ -59,7 +59,6 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
 
     state_class = DeepseekV4MtpProposerState
     log = log
-    kv_owner = "deepseek_v4_mtp"
 
     def _build(self) -> None:
         super()._build()

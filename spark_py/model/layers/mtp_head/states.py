@@ -5,7 +5,6 @@ that does not depend on what the module computes."""
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,14 @@ from ...levers import ModelLevers
 from ...row_policy import rows_to_keep
 from ..mtp_checks import check_address, check_position, check_token, check_verdict, require_verdict
 from .grammar import MaskWords, masks_per_draft
+from .life import MtpHeadLife
 from .new import KV_BLOCK_SIZE, log
 from .types import MtpProposerState, MtpSnapshot
 
 __all__ = ["MtpStates"]
 
 
-class MtpStates(DraftProposer):
+class MtpStates(MtpHeadLife, DraftProposer):
     """States, verdicts and checks of a head that sets the fields below. Its pool has blocks of KV_BLOCK_SIZE rows.
 
     A state belongs to the head that made it. What raises leaves it as it was, blocks included.
@@ -35,20 +35,12 @@ class MtpStates(DraftProposer):
 
     state_class: ClassVar[type[MtpProposerState]] = MtpProposerState
     log: ClassVar[logging.Logger] = log
-    kv_owner: ClassVar[str] = "mtp_head"
-    """Under what name the pool has blocks that are held."""
 
     levers: ModelLevers
     kv_cache: PagedKvCache
     max_seq_len: int
     embed_rows: int
     draft_vocab: int
-    last_conf: float
-    _deferred: bool
-    _warned_masks: bool
-    _released: bool
-    _kv_lock: threading.RLock
-    _states: weakref.WeakSet[MtpProposerState]
 
     # ------------------------------------------------------------ states
 
@@ -81,7 +73,7 @@ class MtpStates(DraftProposer):
     def reserve_rows(self, state: MtpProposerState, rows: int) -> None:
         """Blocks for `rows` rows: all that are missing, or KvCacheExhausted and none."""
         with self._kv_lock:
-            self.kv_cache.grow_table(state.block_table, -(-rows // KV_BLOCK_SIZE), self.kv_owner)
+            self.kv_cache.grow_table(state.block_table, -(-rows // KV_BLOCK_SIZE), self.owner)
 
     def restore_state(self, state: MtpProposerState, taken: MtpSnapshot) -> None:
         """Take a state of this head back to `state.snapshot()` and give back the blocks that came after it."""
