@@ -109,6 +109,8 @@ class DeepseekV4MtpNew(MtpHeadLife):
             raise UnsupportedError("an nvfp4 cache of latent rows is not offered: take bf16 or fp8")
         self.gpu, self.config, self.levers, self.shapes = gpu, config, levers, shapes
         self.module, self.embed_tokens, self.lm_head = module, embed_tokens, lm_head
+        # The module has no table of its own: drafts and the verify embed by the target's.
+        self.target_embed_tokens = embed_tokens
         self.hidden_mode, self.kv_dtype = hidden_mode, kv_dtype
         self.h, self.hc_mult, self.eps = shapes.hyper.hidden_size, shapes.hyper.hc_mult, shapes.hyper.norm_eps
         self.max_seq_len = count("max_seq_len", max_seq_len)

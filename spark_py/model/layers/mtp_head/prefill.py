@@ -53,7 +53,7 @@ class MtpHeadPrefill(MtpHeadForward):
         rows = len(tokens) - 1
         if rows < 1:
             return 0
-        self._ensure_blocks(state, row_base + rows)
+        self.reserve_rows(state, row_base + rows)
         started = self._clock(stream)
         for done in range(0, rows, PREFILL_CHUNK):
             c = min(PREFILL_CHUNK, rows - done)

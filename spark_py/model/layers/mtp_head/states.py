@@ -13,21 +13,20 @@ from typing import ClassVar
 
 from ....runtime.errors import CapacityError, InvalidArgumentError, ProposerStateError
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
-from ....runtime.kv_cache import PagedKvCache
 from ....runtime.sizes import count
 from ...layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
 from ...levers import ModelLevers
 from ...row_policy import rows_to_keep
 from ..mtp_checks import check_address, check_position, check_token, check_verdict, require_verdict
 from .grammar import MaskWords, masks_per_draft
-from .life import MtpHeadLife
 from .new import KV_BLOCK_SIZE, log
+from .pick import MtpHeadPick
 from .types import MtpProposerState, MtpSnapshot
 
 __all__ = ["MtpStates"]
 
 
-class MtpStates(MtpHeadLife, DraftProposer):
+class MtpStates(MtpHeadPick, DraftProposer):
     """States, verdicts and checks of a head that sets the fields below. Its pool has blocks of KV_BLOCK_SIZE rows.
 
     A state belongs to the head that made it. What raises leaves it as it was, blocks included.
@@ -37,10 +36,8 @@ class MtpStates(MtpHeadLife, DraftProposer):
     log: ClassVar[logging.Logger] = log
 
     levers: ModelLevers
-    kv_cache: PagedKvCache
     max_seq_len: int
     embed_rows: int
-    draft_vocab: int
 
     # ------------------------------------------------------------ states
 
@@ -69,11 +66,6 @@ class MtpStates(MtpHeadLife, DraftProposer):
         with self._kv_lock:
             self.kv_cache.free_blocks(table)
             table.clear()
-
-    def reserve_rows(self, state: MtpProposerState, rows: int) -> None:
-        """Blocks for `rows` rows: all that are missing, or KvCacheExhausted and none."""
-        with self._kv_lock:
-            self.kv_cache.grow_table(state.block_table, -(-rows // KV_BLOCK_SIZE), self.owner)
 
     def restore_state(self, state: MtpProposerState, taken: MtpSnapshot) -> None:
         """Take a state of this head back to `state.snapshot()` and give back the blocks that came after it."""
