@@ -14,7 +14,6 @@ Each product and the sum are rounded to BF16; the streams are FP32, as the layer
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -185,13 +184,6 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         self, source: DevicePtr, weight: DenseWeight, output: DevicePtr, rows: int, stream: StreamLike
     ) -> None:
         rms_norm(self.gpu, self.rms_norm_k, source, weight, output, rows, self.h, self.eps, stream)
-
-    def _clock(self, stream: StreamLike) -> float:
-        """Seconds, once the stream has done what it was given; 0 where nobody wants to know."""
-        if not self.levers.prefill_profile:
-            return 0.0
-        self.gpu.synchronize(stream)
-        return time.perf_counter()
 
     def _warn_no_token(self, position: int) -> None:
         log.warning(

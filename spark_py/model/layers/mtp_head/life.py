@@ -5,6 +5,7 @@ computes."""
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from abc import abstractmethod
 from contextlib import ExitStack
@@ -13,7 +14,8 @@ from typing import ClassVar, TypeVar
 
 from ....runtime.buffers import BufferArena
 from ....runtime.errors import CapacityError
-from ....runtime.gpu import DevicePtr, GpuBackend
+from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
+from ...levers import ModelLevers
 from .types import MtpProposerState
 
 __all__ = ["MtpHeadLife", "alloc_for"]
@@ -35,13 +37,14 @@ def _free(gpu: GpuBackend, ptr: DevicePtr) -> None:
 
 
 class MtpHeadLife:
-    """Bookkeeping, the head's own memory, and the end of both. `_stack` has what `release` undoes."""
+    """Bookkeeping and the head's own memory, and the end of both. `_stack` has what `release` undoes."""
 
     owner: ClassVar[str] = "mtp_head"
     """Under what name the head has device memory and blocks of its pool."""
     title: ClassVar[str] = "MTP head"
 
     gpu: GpuBackend
+    levers: ModelLevers
 
     def _begin(self) -> None:
         """The fields of a head that has nothing yet and has drafted nothing."""
@@ -69,6 +72,13 @@ class MtpHeadLife:
             if nbytes > (have := getattr(buffers.sizes(), name)):
                 raise CapacityError(f"bytes that the {self.title} writes to {name}", nbytes, have, "the arena's buffer")
         self._checked = weakref.ref(buffers)
+
+    def _clock(self, stream: StreamLike) -> float:
+        """Seconds, once the stream has done what it was given; 0 where nobody wants to know."""
+        if not self.levers.prefill_profile:
+            return 0.0
+        self.gpu.synchronize(stream)
+        return time.perf_counter()
 
     def release(self) -> None:
         """Free the KV pool, what was quantised and the head's own buffers; a second call does nothing. Weights that the

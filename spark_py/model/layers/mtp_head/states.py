@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
-from ....runtime.errors import CapacityError, InvalidArgumentError, ProposerStateError
+from ....runtime.errors import InvalidArgumentError, ProposerStateError
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ....runtime.sizes import count
 from ...layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
-from ...levers import ModelLevers
 from ...row_policy import rows_to_keep
-from ..mtp_checks import check_address, check_position, check_token, check_verdict, require_verdict
+from ..mtp_checks import check_address, check_last_row, check_position, check_token, check_verdict, require_verdict
 from .grammar import MaskWords, masks_per_draft
 from .new import KV_BLOCK_SIZE, log
 from .pick import MtpHeadPick
@@ -35,7 +34,6 @@ class MtpStates(MtpHeadPick, DraftProposer):
     state_class: ClassVar[type[MtpProposerState]] = MtpProposerState
     log: ClassVar[logging.Logger] = log
 
-    levers: ModelLevers
     max_seq_len: int
     embed_rows: int
 
@@ -162,8 +160,7 @@ class MtpStates(MtpHeadPick, DraftProposer):
             raise InvalidArgumentError(
                 "pos_base", first, f"the last pair key is {own.last_pair_key}, the next is larger"
             )
-        if (last := first + len(ids) - 2) >= self.max_seq_len:
-            raise CapacityError("position of the last row", last, self.max_seq_len - 1, "the last of a sequence")
+        check_last_row(first, len(ids) - 1, self.max_seq_len)
         if len(ids) > 1:
             given = ("hiddens", hiddens) if hidden_stacks is None else ("hidden_stacks", hidden_stacks)
             check_address(*given)
