@@ -145,5 +145,5 @@ def test_strides_are_those_of_metadata_that_lies_evenly(gpu: GpuBackend, rng: np
 
 def _with_blocks(rig: Rig, states: list[Any]) -> list[Any]:
     for state in states:
-        rig.head._ensure_blocks(state, 1)
+        rig.head.reserve_rows(state, 1)
     return states

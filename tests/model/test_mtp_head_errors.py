@@ -181,7 +181,7 @@ class Counting(MtpHead):
     """A head that keeps books and computes nothing."""
 
     def forward_one(self, token: Any, target_hidden: Any, position: Any, state: Any, *rest: Any) -> int:
-        self._ensure_blocks(state, state.seq_len + 1)
+        self.reserve_rows(state, state.seq_len + 1)
         state.seq_len += 1
         state.last_pair_key = position - 1
         return 0

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py.model.layers.mtp_head import HeadBody, MtpHead, NormConvention, attention, ffn, forward, norms, rows
+from spark_py.model.layers.mtp_head import HeadBody, MtpHead, NormConvention, attention, ffn, norms, pick, rows
 from spark_py.model.levers import ModelLevers
 from spark_py.ops.residual_add import sigmoid_gate_mul
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -166,7 +166,7 @@ def test_one_row_at_a_time_without_the_batched_gemv(gpu: GpuBackend, rng: np.ran
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def _patched(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]], module: Any = forward) -> Patch:
+def _patched(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]], module: Any) -> Patch:
     def apply(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, change(getattr(module, name)))
 
@@ -200,8 +200,8 @@ def _swapped(i: int, j: int) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 PATCHES: dict[str, Patch] = {
     "concat order swapped": _patched("spark_norm_concat", _swapped(2, 3), norms),
-    "position one too large": _patched("pack_mtp_attn_meta", _replaced(0, lambda p: p + 1)),
-    "own row not seen": _patched("pack_mtp_attn_meta", _replaced(2, lambda n: n - 1)),
+    "position one too large": _patched("pack_mtp_attn_meta", _replaced(0, lambda p: p + 1), pick),
+    "own row not seen": _patched("pack_mtp_attn_meta", _replaced(2, lambda n: n - 1), pick),
     "queries and gates not taken apart": _patched("spark_gemv_rows", lambda real: lambda *a, head_dim: real(*a), rows),
     "no gate": _patched("sigmoid_gate_mul", lambda real: _nothing, attention),
     "no softmax scale": _patched("paged_decode_attn", _replaced(14, lambda s: 1.0), attention),

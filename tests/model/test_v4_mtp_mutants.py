@@ -19,6 +19,7 @@ from spark_py.model.layers.deepseek_v4_mtp import DeepseekV4MtpHead
 from spark_py.model.layers.deepseek_v4_mtp_forward import DeepseekV4MtpForward
 from spark_py.model.layers.deepseek_v4_mtp_new import DeepseekV4MtpNew
 from spark_py.model.layers.hidden_mode import HiddenMode
+from spark_py.model.layers.mtp_head.pick import MtpHeadPick
 from spark_py.model.layers.mtp_head.states import MtpStates
 from spark_py.model.row_policy import RowPolicy
 from spark_py.runtime.errors import SparkError
@@ -77,11 +78,12 @@ HEAD, FORWARD, NEW = DeepseekV4MtpHead, DeepseekV4MtpForward, DeepseekV4MtpNew
 SPREAD = "residual_add(gpu, self.residual_add_k, b.h_branch, b.spread, rows * hc * h, stream)"
 KEYS = "own.last_pair_key = own.base_pair_key"
 MUTANTS = [
-    Mutant("position one more", FORWARD, "forward_one", "meta(position,", "meta(position + 1,",
+    Mutant("position one more", MtpHeadPick, "_upload_meta", "position, self", "position + 1, self",
            heads.test_metadata_of_a_row),
-    Mutant("length without the row itself", FORWARD, "forward_one", "row + 1, table", "row, table",
+    Mutant("length without the row itself", MtpHeadPick, "_upload_meta", "state.seq_len + 1,", "state.seq_len,",
            heads.test_metadata_of_a_row),
-    Mutant("slot by position", FORWARD, "forward_one", "_slot(state, row)", "position", heads.test_metadata_of_a_row),
+    Mutant("slot by position", MtpHeadPick, "_upload_meta", "self._slot(state, state.seq_len)", "position",
+           heads.test_metadata_of_a_row),
     Mutant("later drafts at the first one's position", HEAD, "_propose_by_steps", "stacked, position + i, own",
            "stacked, position, own", chain(REFERENCE)),
     Mutant("fed rows one position further", FORWARD, "_write_chunk", "np.arange(position, position + rows",

@@ -13,11 +13,8 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ...ops.argmax import argmax_bf16
 from ...ops.embed_from_argmax import embed_from_argmax
-from ...runtime.errors import ProposerStateError
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...runtime.sizes import count
 from ..layer import EmptyLayerState, ForwardContext, GrammarMask, LayerState, ProposerState
@@ -28,10 +25,10 @@ from .hidden_mode import HiddenMode
 from .mtp_checks import check_address
 from .mtp_head import MtpProposerState
 from .mtp_head.diagnostics import log_shadow_topk, log_stage_norms
-from .mtp_head.forward import PLACEHOLDER
 from .mtp_head.grammar import MaskWords
 from .mtp_head.new import BF16_BYTES, KV_BLOCK_SIZE
-from .mtp_head.propose_graph import GraphKey, ProposeGraphs, ProposeInputs
+from .mtp_head.pick import PLACEHOLDER
+from .mtp_head.propose_graph import GraphKey, ProposeGraphs, ProposeInputs, graphs_wanted
 from .mtp_head.states import MtpStates
 
 __all__ = ["DeepseekV4MtpHead", "DeepseekV4MtpProposerState"]
@@ -59,15 +56,12 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
 
     state_class = DeepseekV4MtpProposerState
     log = log
-    kv_owner = "deepseek_v4_mtp"
 
     def _build(self) -> None:
         super()._build()
-        levers = self.levers
-        logs = levers.shadow_topk > 0 or levers.debug_norms
         self.propose_inputs: dict[bool, ProposeInputs] = {}
         self.propose_graphs: dict[bool, ProposeGraphs] = {}
-        if levers.propose_graph and levers.draft_conf_tau <= 0.0 and not logs:
+        if graphs_wanted(self.levers):
             capacity = self.max_seq_len // KV_BLOCK_SIZE + 1
             for stacked, nbytes in ((False, self.h * BF16_BYTES), (True, self.shapes.hyper.stream_bytes)):
                 self.propose_inputs[stacked] = ProposeInputs(nbytes, capacity, self._alloc)
@@ -197,13 +191,9 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
         self.propose_graphs[stacked].run(GraphKey(drafts, weakref.ref(buf)), work, stream)
         if draft_embed_target is not None:
             self._stage_embedding(inputs.id(drafts - 1), draft_embed_target, stream)
-        known = drafts if draft_embed_target is None else drafts - 1
-        ids = np.empty(known, "<u4")
-        if known:
-            self.gpu.copy_d2h_on_stream(inputs.ids, ids.view(np.uint8), stream)
+        found = inputs.read(self.gpu, drafts if draft_embed_target is None else drafts - 1, stream)
         own.seq_len += drafts
         own.last_pair_key = position + drafts - 2
-        found = [int(each) for each in ids]
         self.log.debug(
             "V4 MTP propose: token=%d pos=%d mtp_seq_len=%d → drafts=%s", token, position, own.seq_len, found
         )
@@ -225,14 +215,6 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
         super().free_state(gpu, state)
         assert isinstance(state, DeepseekV4MtpProposerState)
         state.body_state.release()
-
-    def read_deferred_draft_token(self, gpu: GpuBackend) -> int:
-        """The id that the last propose left on the device; ProposerStateError where it left none."""
-        if not self._deferred:
-            raise ProposerStateError("the last propose left no draft on the device: it had no draft_embed_target")
-        token = np.empty(1, "<u4")
-        gpu.copy_d2h(self.draft_token_id_dev, token.view(np.uint8))
-        return int(token[0])
 
     def _feed_rows(
         self,

@@ -14,15 +14,10 @@ Each product and the sum are rounded to BF16; the streams are FP32, as the layer
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 
-import ml_dtypes
 import numpy as np
 
-from ...ops.argmax import argmax_bf16
-from ...ops.embed_from_argmax import embed_from_argmax
 from ...ops.residual_add import residual_add
 from ...ops.rms_norm_vanilla import rms_norm
 from ...ops.spark_rms_norm_f32 import rms_norm as stream_norm
@@ -32,15 +27,14 @@ from ..layer import AttnMetadataDev, ForwardContext
 from ..weight_map import DenseWeight
 from .deepseek_v4_mtp_new import FEED_CHUNK, CombinerBuffers, DeepseekV4MtpNew, log
 from .mtp_head import MtpProposerState
-from .mtp_head.forward import PLACEHOLDER
-from .mtp_head.grammar import MaskWords, masked_argmax
-from .mtp_head.new import BF16_BYTES, KV_BLOCK_SIZE
-from .mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
+from .mtp_head.grammar import MaskWords
+from .mtp_head.new import BF16_BYTES
+from .mtp_head.pick import MtpHeadPick
 
 __all__ = ["DeepseekV4MtpForward"]
 
 
-class DeepseekV4MtpForward(DeepseekV4MtpNew):
+class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
     """The forward passes. A row that drafts works in the arena's buffers, under the names of its accessors; rows that
     are fed have buffers of their own.
 
@@ -72,10 +66,8 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew):
 
         # Metadata at its own place in scratch, behind the target's; uploaded before all launches.
         with buf.lease(ScratchRegion.mtp_meta(len(state.block_table))) as lease:
-            row, table = state.seq_len, state.block_table
-            packed = pack_mtp_attn_meta(position, _slot(state, row), row + 1, table, lease.region.nbytes)
-            self.gpu.copy_h2d_async(packed, lease.ptr, stream)
-            self._forward_row(source, stacked, mtp_attn_meta(lease.ptr, len(table)), ctx, stream)
+            meta = self._upload_meta(lease.ptr, lease.region.nbytes, position, state, stream)
+            self._forward_row(source, stacked, meta, ctx, stream)
 
         # 7. Argmax (grammar-masked when a mask is supplied).
         if self.levers.draft_conf_tau > 0.0:
@@ -176,7 +168,7 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew):
             table_row = self.embed_tokens.weight.offset(token * row_bytes)
             gpu.copy_d2d_async(table_row, b.embed.offset(r * row_bytes), row_bytes, stream)
         gpu.copy_h2d_async(np.arange(position, position + rows, dtype="<u4"), self.feed_positions, stream)
-        slots = [_slot(state, state.seq_len + r) for r in range(rows)]
+        slots = [self._slot(state, state.seq_len + r) for r in range(rows)]
         gpu.copy_h2d_async(np.array(slots, "<i8"), self.feed_slots, stream)
         self._combine(b, source, stacked, rows, stream)
         positions = self.feed_positions
@@ -193,62 +185,8 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew):
     ) -> None:
         rms_norm(self.gpu, self.rms_norm_k, source, weight, output, rows, self.h, self.eps, stream)
 
-    def _clock(self, stream: StreamLike) -> float:
-        """Seconds, once the stream has done what it was given; 0 where nobody wants to know."""
-        if not self.levers.prefill_profile:
-            return 0.0
-        self.gpu.synchronize(stream)
-        return time.perf_counter()
-
-    def _select(
-        self,
-        ctx: ForwardContext,
-        stream: StreamLike,
-        position: int,
-        embed_target: DevicePtr | None,
-        mask: MaskWords | None,
-    ) -> int:
-        """The id of the largest logit; equal ones give the lowest, NaN never wins."""
-        gpu, logits = self.gpu, ctx.buffers.logits()
-        with ctx.buffers.lease(ScratchRegion.argmax()) as lease:
-            if mask is None:
-                argmax_bf16(gpu, self.argmax_k, logits, lease.ptr, self.draft_vocab, stream)
-                if embed_target is not None:
-                    self._stage_embedding(lease.ptr, embed_target, stream)
-                    return PLACEHOLDER
-                picked = np.empty(1, "<u4")
-                gpu.copy_d2h_on_stream(lease.ptr, picked.view(np.uint8), stream)
-                return int(picked[0])
-            chosen = masked_argmax(self._read_logits(logits, stream), mask)
-            if chosen is None:
-                log.warning(
-                    "V4 MTP grammar mask allowed zero tokens at pos %d; returning 0 as pad-draft (will be rejected at "
-                    "verify).",
-                    position,
-                )
-                return 0
-            if embed_target is not None:
-                gpu.copy_h2d_async(np.array([chosen], "<u4").tobytes(), lease.ptr, stream)
-                self._stage_embedding(lease.ptr, embed_target, stream)
-            return chosen
-
-    def _stage_embedding(self, picked: DevicePtr, target: DevicePtr, stream: StreamLike) -> None:
-        kernel, table, id_dev = self.embed_from_argmax_k, self.embed_tokens, self.draft_token_id_dev
-        embed_from_argmax(self.gpu, kernel, picked, table, target, id_dev, self.h, stream)
-        self._deferred = True
-
-    def _read_logits(self, logits: DevicePtr, stream: StreamLike) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        raw = np.empty(self.draft_vocab, ml_dtypes.bfloat16)
-        self.gpu.copy_d2h_on_stream(logits, raw.view(np.uint8), stream)
-        return raw.astype(np.float32)
-
-    def _measure_confidence(self, logits: DevicePtr, stream: StreamLike) -> None:
-        """Lower `last_conf` to the softmax probability of the largest logit; 0 of a row with a NaN."""
-        values = self._read_logits(logits, stream).astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            total = float(np.exp(values - np.fmax.reduce(values)).sum())
-        self.last_conf = min(self.last_conf, 1.0 / max(1.0, total) if math.isfinite(total) else 0.0)
-
-
-def _slot(state: MtpProposerState, row: int) -> int:
-    return state.block_table[row // KV_BLOCK_SIZE] * KV_BLOCK_SIZE + row % KV_BLOCK_SIZE
+    def _warn_no_token(self, position: int) -> None:
+        log.warning(
+            "V4 MTP grammar mask allowed zero tokens at pos %d; returning 0 as pad-draft (will be rejected at verify).",
+            position,
+        )

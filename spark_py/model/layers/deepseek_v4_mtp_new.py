@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""The constructor half of `layers/deepseek_v4_mtp.rs`: what a DeepSeek-V4 draft head is made of, and the end of its
-life."""
+"""The constructor half of `layers/deepseek_v4_mtp.rs`: what a DeepSeek-V4 draft head is made of."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
-from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TypeVar
 
 from ...ops.gemv import dense_gemv
 from ...runtime.buffers import BufferArena
-from ...runtime.errors import CapacityError, UnsupportedError
+from ...runtime.errors import UnsupportedError
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...runtime.kv_cache import KvCacheConfig, KvCacheDtype, PagedKvCache
 from ...runtime.sizes import count
@@ -23,7 +17,7 @@ from ..levers import ModelLevers
 from ..weight_map import DenseWeight
 from .deepseek_v4 import V4Attention, V4Ffn, V4HyperConnections, V4Layer, V4MtpWeights, V4Projection, V4Shapes
 from .hidden_mode import HiddenMode
-from .mtp_head import MtpProposerState
+from .mtp_head.life import MtpHeadLife
 from .mtp_head.new import BF16_BYTES, KV_BLOCK_SIZE
 
 __all__ = ["FEED_CHUNK", "CombinerBuffers", "DeepseekV4MtpNew"]
@@ -33,8 +27,6 @@ log = logging.getLogger("spark_py.model.deepseek_v4_mtp")
 FEED_CHUNK = 64
 """Rows that are fed in one pass."""
 F32_BYTES = 4
-
-_Self = TypeVar("_Self", bound="DeepseekV4MtpNew")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +70,7 @@ class CombinerBuffers:
         }
 
 
-class DeepseekV4MtpNew:
+class DeepseekV4MtpNew(MtpHeadLife):
     """The fields of the head. The parameters are Rust's, in Rust's order; levers and what follows are new.
 
     module, embed_tokens [V, h] and lm_head [V, h], BF16 both, stay the caller's and must outlive the head. The draft
@@ -93,6 +85,9 @@ class DeepseekV4MtpNew:
     UnsupportedError for an NVFP4 pool or a module with a hash router, InvalidArgumentError for a tensor or number that
     does not fit, a KernelSetError for a missing kernel. Nothing stays allocated after an error.
     """
+
+    owner = "deepseek_v4_mtp"
+    title = "V4 MTP head"
 
     def __init__(
         self,
@@ -114,6 +109,8 @@ class DeepseekV4MtpNew:
             raise UnsupportedError("an nvfp4 cache of latent rows is not offered: take bf16 or fp8")
         self.gpu, self.config, self.levers, self.shapes = gpu, config, levers, shapes
         self.module, self.embed_tokens, self.lm_head = module, embed_tokens, lm_head
+        # The module has no table of its own: drafts and the verify embed by the target's.
+        self.target_embed_tokens = embed_tokens
         self.hidden_mode, self.kv_dtype = hidden_mode, kv_dtype
         self.h, self.hc_mult, self.eps = shapes.hyper.hidden_size, shapes.hyper.hc_mult, shapes.hyper.norm_eps
         self.max_seq_len = count("max_seq_len", max_seq_len)
@@ -123,14 +120,7 @@ class DeepseekV4MtpNew:
         full = min(config.vocab_size, self.embed_rows, lm_head.rows_of("lm_head", config.vocab_size, self.h))
         self.draft_vocab = min(self.mtp_vocab_size or full, full)
 
-        self.last_conf = 1.0
-        self._deferred = False
-        self._states: weakref.WeakSet[MtpProposerState] = weakref.WeakSet()
-        self._warned_masks = self._warned_prefill = False
-        self._checked: weakref.ref[BufferArena] | None = None
-        self._released = False
-        self._kv_lock = threading.RLock()
-        self._stack = ExitStack()
+        self._begin()
         try:
             self._build()
         except BaseException:
@@ -155,14 +145,14 @@ class DeepseekV4MtpNew:
             dtype=self.kv_dtype, shared_kv=True,
         )  # fmt: skip
         num_blocks = (self.max_seq_len // KV_BLOCK_SIZE + 1) * self.levers.mtp_max_seqs
-        self.kv_cache = PagedKvCache(kv_config, num_blocks, gpu, "deepseek_v4_mtp.kv")
+        self.kv_cache = PagedKvCache(kv_config, num_blocks, gpu, f"{self.owner}.kv")
         self._stack.callback(self.kv_cache.release)
         self.draft_token_id_dev = self._alloc("draft_token_id", 4)
 
         # The body is built without the engine's layer index: what it decides there is said here. It neither expands
         # nor collapses streams, has no compressor, and routes by learned weights.
         rows = FEED_CHUNK if self.levers.feeds_drafter else 1
-        owner = "deepseek_v4_mtp"
+        owner = self.owner
         attention = V4Attention(block.attention, shapes.attention, self.kv_cache, gpu, rows, 0, f"{owner}.attn")
         self._stack.callback(attention.release)
         ffn = V4Ffn(block.ffn, shapes.ffn, gpu, 1, name=f"{owner}.ffn")
@@ -183,26 +173,14 @@ class DeepseekV4MtpNew:
             self.config.vocab_size, num_blocks, KV_BLOCK_SIZE, self.kv_dtype.value,
         )  # fmt: skip
 
-    def _alloc(self, name: str, nbytes: int) -> DevicePtr:
-        ptr = self.gpu.alloc(nbytes, f"deepseek_v4_mtp.{name}")
-        self._stack.callback(self._free, ptr)
-        return ptr
-
-    def _free(self, ptr: DevicePtr) -> None:
-        # A backend that was closed before has freed everything itself.
-        if not self.gpu.closed:
-            self.gpu.free(ptr)
-
     def _lm_head(self, normed: DevicePtr, logits: DevicePtr, stream: StreamLike) -> None:
         """logits BF16 [draft_vocab], the first rows of the head: padding behind them is never read."""
         dense_gemv(self.gpu, self.dense_gemv_k, normed, self.lm_head, logits, self.draft_vocab, self.h, stream)
 
-    def check_buffers(self, buffers: BufferArena) -> None:
-        """CapacityError where a buffer of the arena is too small for one row of this head. An arena is checked once."""
-        if self._checked is not None and self._checked() is buffers:
-            return
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes that one row of this head writes to each buffer of the arena, in either mode."""
         row, stack = self.h * BF16_BYTES, self.hc_mult * self.h * BF16_BYTES
-        need = {
+        return {
             "ssm_qkvz": row,
             "ssm_deinterleaved": row,
             "ssm_gates": stack,
@@ -212,22 +190,3 @@ class DeepseekV4MtpNew:
             "hc_streams": self.shapes.hyper.stream_bytes,
             "logits": self.draft_vocab * BF16_BYTES,
         }
-        for name, nbytes in need.items():
-            if nbytes > (have := getattr(buffers.sizes(), name)):
-                raise CapacityError(f"bytes that the V4 MTP head writes to {name}", nbytes, have, "the arena's buffer")
-        self._checked = weakref.ref(buffers)
-
-    # ------------------------------------------------------------ life
-
-    def release(self) -> None:
-        """Free the KV pool and the head's own buffers; a second call does nothing. Weights stay. All are tried, then an
-        error is raised."""
-        if not self._released:
-            self._released = True
-            self._stack.close()
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()

@@ -7,7 +7,7 @@ from ...runtime.errors import CapacityError, InvalidArgumentError, ProposerState
 from ...runtime.gpu import DevicePtr
 from ...runtime.sizes import count, integer
 
-__all__ = ["check_address", "check_position", "check_token", "check_verdict", "require_verdict"]
+__all__ = ["check_address", "check_last_row", "check_position", "check_token", "check_verdict", "require_verdict"]
 
 
 def check_address(name: str, ptr: DevicePtr) -> None:
@@ -30,6 +30,14 @@ def check_position(position: int, drafts: int, max_seq_len: int) -> int:
     if (last := number + drafts) >= max_seq_len:
         raise CapacityError("position of the last draft", last, max_seq_len - 1, "the last of a sequence")
     return number
+
+
+def check_last_row(first: int, rows: int, max_seq_len: int) -> int:
+    """Position of the last of `rows` rows that are fed from position `first` on, less than `first` where there are
+    none; CapacityError unless the sequence has a place for it."""
+    if (last := first + rows - 1) >= max_seq_len:
+        raise CapacityError("position of the last row", last, max_seq_len - 1, "the last of a sequence")
+    return last
 
 
 def require_verdict(drafted: int, what: str) -> None:

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from weakref import WeakSet
 
-from ...runtime.errors import CapacityError, InvalidArgumentError, ProposerStateError
+from ...runtime.errors import InvalidArgumentError, ProposerStateError
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...runtime.sizes import count
 from ..layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
 from ..row_policy import RowPolicy
-from .mtp_checks import check_address, check_position, check_token, check_verdict, require_verdict
+from .mtp_checks import check_address, check_last_row, check_position, check_token, check_verdict, require_verdict
 from .mtp_head import MtpHead
 from .mtp_head.grammar import MaskWords, masks_per_draft
 from .mtp_multi_rows import CompleteRows, last_position
@@ -345,10 +345,7 @@ class MultiModuleMtpHead(DraftProposer):
             raise InvalidArgumentError("row_base", base, f"module 0 has {held} rows")
         if first <= (ahead := last_position(own.per_module[0])):
             raise InvalidArgumentError("pos_base", first, f"the last row is at {ahead}, the next one comes after it")
-        last = first + len(ids) - 2
-        if last >= self.max_seq_len:
-            raise CapacityError("position of the last row", last, self.max_seq_len - 1, "the last of a sequence")
-        if last < first:
+        if check_last_row(first, len(ids) - 1, self.max_seq_len) < first:
             return 0
         check_address("hiddens", hiddens)
         self._check_buffers(ctx)

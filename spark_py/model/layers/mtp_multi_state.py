@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ...runtime.errors import ProposerStateError
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from .mtp_head import MtpProposerState
+from .mtp_head.life import alloc_for
 from .mtp_head.types import MtpSnapshot
 
 __all__ = ["BF16_BYTES", "FEED_CHUNK", "ModuleOutputs", "MultiModuleMtpState", "MultiSnapshot", "OutputStore"]
@@ -109,13 +110,7 @@ class OutputStore:
     def _alloc(self, name: str, nbytes: int) -> DevicePtr:
         if nbytes == 0:
             return DevicePtr.NULL
-        ptr = self.gpu.alloc(nbytes, f"mtp_multi.{name}")
-        self._stack.callback(self._free, ptr)
-        return ptr
-
-    def _free(self, ptr: DevicePtr) -> None:
-        if not self.gpu.closed:
-            self.gpu.free(ptr)
+        return alloc_for(self._stack, self.gpu, nbytes, f"mtp_multi.{name}")
 
 
 @dataclass(frozen=True, slots=True)

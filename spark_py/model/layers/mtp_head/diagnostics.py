@@ -6,7 +6,8 @@ Read from the arena after the draft's row, so that the forward pass is the same 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,11 @@ from ....runtime.gpu import DevicePtr, StreamLike
 from ...layer import ForwardContext
 from .new import BF16_BYTES, MtpHeadNew, log
 
-__all__ = ["log_shadow_topk", "log_stage_norms", "stage_norms", "top_probabilities"]
+__all__ = ["BF16", "Stage", "log_shadow_topk", "log_stage_norms", "norms_of", "stage_norms", "top_probabilities"]
+
+BF16: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
+Stage: TypeAlias = tuple[DevicePtr, int, np.dtype[np.generic]]
+"""Where a stage is, its elements and what they are."""
 
 
 def top_probabilities(logits: np.ndarray[Any, Any], k: int) -> list[tuple[int, float]]:
@@ -70,9 +75,14 @@ def stage_norms(
     dense: object = head.dense_ffn_generic
     if not dense:
         del stages["embedding"], stages["attention"]
+    return norms_of({name: (ptr, elements, BF16) for name, (ptr, elements) in stages.items()}, ctx, stream)
+
+
+def norms_of(stages: Mapping[str, Stage], ctx: ForwardContext, stream: StreamLike) -> dict[str, float]:
+    """The L2 norm of each, in FP64."""
     norms = {}
-    for name, (ptr, elements) in stages.items():
-        raw = np.empty(elements, ml_dtypes.bfloat16)
+    for name, (ptr, elements, dtype) in stages.items():
+        raw = np.empty(elements, dtype)
         ctx.gpu.copy_d2h_on_stream(ptr, raw.view(np.uint8), stream)
         norms[name] = float(np.linalg.norm(raw.astype(np.float64)))
     return norms

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ....runtime.buffers import BufferArena
-from ....runtime.errors import InvalidArgumentError, ProposerStateError
-from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
+from ....runtime.errors import InvalidArgumentError
+from ....runtime.gpu import DevicePtr, StreamLike
 from ....runtime.sizes import count
 from ...config import ModelConfig
 from ...drafting.rows import propose_batch_cap
@@ -65,7 +63,7 @@ class MtpHead(MtpHeadProposeGraphBatch, MtpStates):
         self.check_buffers(ctx.buffers)
 
         with self._undone_on_error(own):
-            self._ensure_blocks(own, own.seq_len + len(masks))
+            self.reserve_rows(own, own.seq_len + len(masks))
             self.last_conf, self._deferred = 1.0, False
             own.base_pair_key = own.last_pair_key
             if grammar_bitmask is None:
@@ -138,7 +136,7 @@ class MtpHead(MtpHeadProposeGraphBatch, MtpStates):
         with self._undone_on_error(*owned):
             # For all drafts of all sequences, before anything is queued.
             for own in owned:
-                self._ensure_blocks(own, own.seq_len + drafts_wanted)
+                self.reserve_rows(own, own.seq_len + drafts_wanted)
                 own.base_pair_key = own.last_pair_key
             self.last_conf, self._deferred = 1.0, False
             chained = self._propose_batch_on_device(
@@ -188,14 +186,6 @@ class MtpHead(MtpHeadProposeGraphBatch, MtpStates):
             log_shadow_topk(self._read_logits(self._logits_row(row, ctx), stream), position, self.levers.shadow_topk)
         if self.levers.debug_norms:
             log_stage_norms(stage_norms(self, ctx, stream, row, rows), position)
-
-    def read_deferred_draft_token(self, gpu: GpuBackend) -> int:
-        """The id that the last propose left on the device; ProposerStateError where it left none."""
-        if not self._deferred:
-            raise ProposerStateError("the last propose left no draft on the device: it had no draft_embed_target")
-        token = np.empty(1, "<u4")
-        gpu.copy_d2h(self.draft_token_id_dev, token.view(np.uint8))
-        return int(token[0])
 
     def _feed_rows(
         self,

@@ -3,31 +3,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-import ml_dtypes
-import numpy as np
-
-from ....ops.argmax import argmax_bf16
-from ....ops.embed_from_argmax import embed_from_argmax
 from ....ops.residual_add import residual_add
 from ....runtime.gpu import DevicePtr, StreamLike
 from ....runtime.scratch import ScratchRegion
 from ...layer import AttnMetadataDev, ForwardContext
-from ..mtp_meta import mtp_attn_meta, pack_mtp_attn_meta
 from .attention import MtpHeadAttention
-from .grammar import MaskWords, masked_argmax
-from .new import BF16_BYTES, KV_BLOCK_SIZE, log
+from .grammar import MaskWords
+from .new import BF16_BYTES
+from .pick import MtpHeadPick
 from .types import MtpProposerState
 
 __all__ = ["MtpHeadForward"]
 
-PLACEHOLDER = 0
-"""Returned instead of an id that stays on the device."""
 
-
-class MtpHeadForward(MtpHeadAttention):
+class MtpHeadForward(MtpHeadAttention, MtpHeadPick):
     """The forward pass. Buffers are the arena's, under the names of its accessors."""
 
     def forward_one(
@@ -53,7 +44,7 @@ class MtpHeadForward(MtpHeadAttention):
         # 13. Pick.
         if self.levers.draft_conf_tau > 0.0:
             self._measure_confidence(ctx.buffers.logits(), stream)
-        picked = self._select(ctx, stream, draft_embed_target, grammar_bitmask)
+        picked = self._select(ctx, stream, position, draft_embed_target, grammar_bitmask)
 
         # 14. The row counts from here on.
         state.seq_len += 1
@@ -94,7 +85,7 @@ class MtpHeadForward(MtpHeadAttention):
         self.gpu.copy_d2d_async(source, buf.ssm_qkvz(), row_bytes, stream)
 
         # The row's metadata is uploaded before all that follows, so that no launch needs anything of the host.
-        self._ensure_blocks(state, state.seq_len + 1)
+        self.reserve_rows(state, state.seq_len + 1)
         with buf.lease(ScratchRegion.mtp_meta(len(state.block_table))) as lease:
             meta = self._upload_meta(lease.ptr, lease.region.nbytes, position, state, stream)
             steps(buf.ssm_qkvz(), target_hidden, meta, ctx, stream)
@@ -163,72 +154,3 @@ class MtpHeadForward(MtpHeadAttention):
         """BF16 [h], where a row's draft leaves what the next draft or module goes on from: `hidden_states`, or
         `norm_output` where the body chains behind the final norm."""
         return ctx.buffers.norm_output() if self.body.chain_after_norm else ctx.buffers.hidden_states()
-
-    def _upload_meta(
-        self, base: DevicePtr, region_bytes: int, position: int, state: MtpProposerState, stream: StreamLike
-    ) -> AttnMetadataDev:
-        packed = pack_mtp_attn_meta(
-            position, self._slot(state, state.seq_len), state.seq_len + 1, state.block_table, region_bytes
-        )
-        self.gpu.copy_h2d_async(packed, base, stream)
-        return mtp_attn_meta(base, len(state.block_table))
-
-    def _select(
-        self, ctx: ForwardContext, stream: StreamLike, embed_target: DevicePtr | None, mask: MaskWords | None
-    ) -> int:
-        """The id of the largest logit; equal ones give the lowest, NaN never wins."""
-        gpu, logits = self.gpu, ctx.buffers.logits()
-        with ctx.buffers.lease(ScratchRegion.argmax()) as lease:
-            if mask is None:
-                argmax_bf16(gpu, self.argmax_k, logits, lease.ptr, self.draft_vocab, stream)
-                if embed_target is not None:
-                    self._stage_embedding(lease.ptr, embed_target, stream)
-                    return PLACEHOLDER
-                picked = np.empty(1, "<u4")
-                gpu.copy_d2h_on_stream(lease.ptr, picked.view(np.uint8), stream)
-                return int(picked[0])
-            chosen = masked_argmax(self._read_logits(logits, stream), mask)
-            if chosen is None:
-                # Never the last token again: that one may be the boundary of a role.
-                log.warning("the grammar allows no token of the draft vocabulary (%d): draft 0", self.draft_vocab)
-                return 0
-            if embed_target is not None:
-                gpu.copy_h2d_async(np.array([chosen], "<u4").tobytes(), lease.ptr, stream)
-                self._stage_embedding(lease.ptr, embed_target, stream)
-            return chosen
-
-    def _stage_embedding(self, picked: DevicePtr, target: DevicePtr, stream: StreamLike) -> None:
-        embed_from_argmax(
-            self.gpu,
-            self.embed_from_argmax_k,
-            picked,
-            self.target_embed_tokens,
-            target,
-            self.draft_token_id_dev,
-            self.h,
-            stream,
-        )
-        self._deferred = True
-
-    def _read_logits(self, logits: DevicePtr, stream: StreamLike) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        raw = np.empty(self.draft_vocab, ml_dtypes.bfloat16)
-        self.gpu.copy_d2h_on_stream(logits, raw.view(np.uint8), stream)
-        return raw.astype(np.float32)
-
-    def _measure_confidence(self, logits: DevicePtr, stream: StreamLike) -> None:
-        """Lower `last_conf` to the softmax probability of the largest logit."""
-        values = self._read_logits(logits, stream).astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            total = float(np.exp(values - np.fmax.reduce(values)).sum())
-        # A row with a NaN or an infinite maximum has no distribution: no confidence at all.
-        self.last_conf = min(self.last_conf, 1.0 / max(1.0, total) if math.isfinite(total) else 0.0)
-
-    # ------------------------------------------------------------ blocks
-
-    def _slot(self, state: MtpProposerState, row: int) -> int:
-        return state.block_table[row // KV_BLOCK_SIZE] * KV_BLOCK_SIZE + row % KV_BLOCK_SIZE
-
-    def _ensure_blocks(self, state: MtpProposerState, rows: int) -> None:
-        """Blocks for `rows` rows: all that are missing, or KvCacheExhausted and none."""
-        with self._kv_lock:
-            self.kv_cache.grow_table(state.block_table, -(-rows // KV_BLOCK_SIZE), "mtp_head")

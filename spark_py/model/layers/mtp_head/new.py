@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Twin of `layers/mtp_head/new.rs`: the constructor of the MTP head, and the end of its life."""
+"""Twin of `layers/mtp_head/new.rs`: the constructor of the MTP head."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
-from contextlib import ExitStack
-from types import TracebackType
-from typing import TypeVar
 
-from ....runtime.buffers import BufferArena
-from ....runtime.errors import CapacityError, InvalidArgumentError, UnsupportedError
-from ....runtime.gpu import DevicePtr, GpuBackend
+from ....runtime.errors import InvalidArgumentError, UnsupportedError
+from ....runtime.gpu import GpuBackend
 from ....runtime.kv_cache import KvCacheConfig, KvCacheDtype, PagedKvCache
 from ....runtime.sizes import count
 from ...config import ModelConfig
@@ -22,8 +16,9 @@ from ...weight_map import DenseWeight, MtpWeights, QuantizedWeight
 from .body import HeadBody, QkNorm
 from .ffn_weights import build_ffn, ffn_widths
 from .kernels import MtpHeadKernels
+from .life import MtpHeadLife
 from .quantize import Quantizer
-from .types import MtpPrefillScratch, MtpProposerState, MtpQuantization, ProjectionWeight
+from .types import MtpPrefillScratch, MtpQuantization, ProjectionWeight
 
 __all__ = ["BF16_BYTES", "KV_BLOCK_SIZE", "PREFILL_CHUNK", "MtpHeadNew", "mtp_num_blocks"]
 
@@ -38,8 +33,6 @@ _HEAD_STEP = 32
 _PACKED_STEP = 16
 _TILE = 128
 
-_Self = TypeVar("_Self", bound="MtpHeadNew")
-
 
 def mtp_num_blocks(max_seq_len: int, mtp_max_seqs: int, main_kv_blocks: int) -> int:
     """Blocks of the drafter's pool: enough for each of `mtp_max_seqs` sequences at `max_seq_len`, but not more than the
@@ -49,7 +42,7 @@ def mtp_num_blocks(max_seq_len: int, mtp_max_seqs: int, main_kv_blocks: int) -> 
     return min(per_seq * count("mtp_max_seqs", mtp_max_seqs), max(count("main_kv_blocks", main_kv_blocks, 0), per_seq))
 
 
-class MtpHeadNew(MtpHeadKernels):
+class MtpHeadNew(MtpHeadKernels, MtpHeadLife):
     """The fields of the head. The parameters are Rust's, in Rust's order; `body` is new: None takes the one that
     belongs to the configuration, Qwen3-Next's for its models.
 
@@ -133,14 +126,7 @@ class MtpHeadNew(MtpHeadKernels):
 
         self.attn_layer_idx = 0
         self.kv_bf16 = quant.kv_dtype() is KvCacheDtype.BF16
-        self.last_conf = 1.0
-        self._deferred = False
-        self._states: weakref.WeakSet[MtpProposerState] = weakref.WeakSet()
-        self._warned_masks = self._warned_prefill = False
-        self._checked: weakref.ref[BufferArena] | None = None
-        self._released = False
-        self._kv_lock = threading.RLock()
-        self._stack = ExitStack()
+        self._begin()
         try:
             self._build(weights, main_kv_blocks)
         except BaseException:
@@ -207,25 +193,6 @@ class MtpHeadNew(MtpHeadKernels):
             self.draft_vocab, config.vocab_size, lm_head_bytes / 2**20, num_blocks, KV_BLOCK_SIZE,
         )  # fmt: skip
 
-    def _alloc(self, name: str, nbytes: int) -> DevicePtr:
-        ptr = self.gpu.alloc(nbytes, f"mtp_head.{name}")
-        self._stack.callback(self._free, ptr)
-        return ptr
-
-    def _free(self, ptr: DevicePtr) -> None:
-        # A backend that was closed before has freed everything itself.
-        if not self.gpu.closed:
-            self.gpu.free(ptr)
-
-    def check_buffers(self, buffers: BufferArena) -> None:
-        """CapacityError where a buffer of the arena is too small for one row of this head. An arena is checked once."""
-        if self._checked is not None and self._checked() is buffers:
-            return
-        for name, nbytes in self.row_bytes().items():
-            if nbytes > (have := getattr(buffers.sizes(), name)):
-                raise CapacityError(f"bytes that the MTP head writes to {name}", nbytes, have, "the arena's buffer")
-        self._checked = weakref.ref(buffers)
-
     def row_bytes(self) -> dict[str, int]:
         """Bytes that one row of this head writes to each buffer of the arena."""
         h, q, kv, inter = self.h, self.nq * self.hd, self.nkv * self.hd, self.inter
@@ -257,21 +224,6 @@ class MtpHeadNew(MtpHeadKernels):
                 "logits": max(self.draft_vocab, self.shared_inter),
             }
         return {name: elements * BF16_BYTES for name, elements in need.items()}
-
-    # ------------------------------------------------------------ life
-
-    def release(self) -> None:
-        """Free the KV pool, what was quantised and the head's own buffers; a second call does nothing. Weights that the
-        caller passed stay. All are tried, then an error is raised."""
-        if not self._released:
-            self._released = True
-            self._stack.close()
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
 
 
 def _check_dimensions(

@@ -6,7 +6,6 @@ A drafter of one layer needs K and V of its input alone, so there is neither att
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,7 +52,7 @@ class MtpHeadPrefill(MtpHeadForward):
         rows = len(tokens) - 1
         if rows < 1:
             return 0
-        self._ensure_blocks(state, row_base + rows)
+        self.reserve_rows(state, row_base + rows)
         started = self._clock(stream)
         for done in range(0, rows, PREFILL_CHUNK):
             c = min(PREFILL_CHUNK, rows - done)
@@ -72,13 +71,6 @@ class MtpHeadPrefill(MtpHeadForward):
         if self.prefill_scratch is None:
             return "its levers ask for no scratch"
         return "the kernel set has no dense_gemm_bf16"
-
-    def _clock(self, stream: StreamLike) -> float:
-        """Seconds, once the stream has done what it was given; 0 where nobody wants to know."""
-        if not self.levers.prefill_profile:
-            return 0.0
-        self.gpu.synchronize(stream)
-        return time.perf_counter()
 
     def _write_chunk(
         self,

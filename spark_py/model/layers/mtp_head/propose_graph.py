@@ -23,14 +23,16 @@ from ....runtime.errors import CaptureStateError
 from ....runtime.gpu import DevicePtr, GpuBackend, GraphHandle, StreamLike
 from ....runtime.scratch import ScratchRegion
 from ...layer import AttnMetadataDev, ForwardContext
+from ...levers import ModelLevers
 from ...weight_map import MtpWeights
 from ..mtp_meta import SEQ_LEN_OFFSET, SLOT_OFFSET
-from .forward import PLACEHOLDER, MtpHeadForward
+from .forward import MtpHeadForward
 from .forward_batch import MtpHeadForwardBatch
 from .new import BF16_BYTES, KV_BLOCK_SIZE, log
+from .pick import PLACEHOLDER
 from .types import MtpProposerState
 
-__all__ = ["MAX_GRAPH_DRAFTS", "GraphKey", "MtpHeadProposeGraph", "ProposeGraphs", "ProposeInputs"]
+__all__ = ["MAX_GRAPH_DRAFTS", "GraphKey", "MtpHeadProposeGraph", "ProposeGraphs", "ProposeInputs", "graphs_wanted"]
 
 MAX_GRAPH_DRAFTS = 16
 """Drafts of one graph; a propose of more goes draft by draft."""
@@ -97,6 +99,14 @@ class ProposeInputs:
         """Where the id of a draft is left."""
         return self.ids.offset(draft * _ID_BYTES)
 
+    def read(self, gpu: GpuBackend, drafts: int, stream: StreamLike) -> list[int]:
+        """The ids of the first `drafts` drafts, once the stream has done them; 0 of them wait for nothing."""
+        if drafts == 0:
+            return []
+        ids = np.empty(drafts, "<u4")
+        gpu.copy_d2h_on_stream(self.ids, ids.view(np.uint8), stream)
+        return [int(each) for each in ids]
+
     def meta(self, draft: int) -> AttnMetadataDev:
         """Where the metadata of a draft's row is."""
         base = self.slab.offset(_step(draft))
@@ -110,6 +120,12 @@ class ProposeInputs:
             max_blocks_per_seq=self.capacity,
             num_seqs=1,
         )
+
+
+def graphs_wanted(levers: ModelLevers) -> bool:
+    """Whether a head is to capture its proposes: asked for, and nothing is to be read after each draft."""
+    reads = levers.draft_conf_tau > 0.0 or levers.shadow_topk > 0 or levers.debug_norms
+    return levers.propose_graph and not reads
 
 
 def _blocks(rows: int) -> int:
@@ -214,9 +230,7 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
 
     def _build(self, weights: MtpWeights, main_kv_blocks: int) -> None:
         super()._build(weights, main_kv_blocks)
-        levers = self.levers
-        logs = levers.shadow_topk > 0 or levers.debug_norms
-        if levers.propose_graph and levers.draft_conf_tau <= 0.0 and not logs and not self.ffn_reads_back:
+        if graphs_wanted(self.levers) and not self.ffn_reads_back:
             capacity = self.max_seq_len // KV_BLOCK_SIZE + 1
             self.propose_inputs = ProposeInputs(self.h * BF16_BYTES, capacity, self._alloc)
             self.propose_graphs = ProposeGraphs(self.gpu)
@@ -247,7 +261,7 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
         self._run_drafts(inputs, drafts, ctx, stream)
         if draft_embed_target is not None:
             self._stage_embedding(inputs.id(drafts - 1), draft_embed_target, stream)
-        ids = self._read_drafts(inputs, drafts if draft_embed_target is None else drafts - 1, stream)
+        ids = inputs.read(self.gpu, drafts if draft_embed_target is None else drafts - 1, stream)
         state.seq_len += drafts
         state.last_pair_key = position + drafts - 2
         return ids if draft_embed_target is None else [*ids, PLACEHOLDER]
@@ -281,10 +295,3 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
         """The hidden row from which the next draft goes on: the drafter's residual stream, or what it is after the
         final norm."""
         return ctx.buffers.norm_output() if self.levers.chain_postnorm else self.output_row(ctx)
-
-    def _read_drafts(self, inputs: ProposeInputs, count: int, stream: StreamLike) -> list[int]:
-        if count == 0:
-            return []
-        ids = np.empty(count, "<u4")
-        self.gpu.copy_d2h_on_stream(inputs.ids, ids.view(np.uint8), stream)
-        return [int(each) for each in ids]

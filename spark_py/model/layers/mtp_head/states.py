@@ -5,29 +5,27 @@ that does not depend on what the module computes."""
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
-from ....runtime.errors import CapacityError, InvalidArgumentError, ProposerStateError
+from ....runtime.errors import InvalidArgumentError, ProposerStateError
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
-from ....runtime.kv_cache import PagedKvCache
 from ....runtime.sizes import count
 from ...layer import DraftProposer, ForwardContext, GrammarMask, ProposerState
-from ...levers import ModelLevers
 from ...row_policy import rows_to_keep
-from ..mtp_checks import check_address, check_position, check_token, check_verdict, require_verdict
+from ..mtp_checks import check_address, check_last_row, check_position, check_token, check_verdict, require_verdict
 from .grammar import MaskWords, masks_per_draft
 from .new import KV_BLOCK_SIZE, log
+from .pick import MtpHeadPick
 from .types import MtpProposerState, MtpSnapshot
 
 __all__ = ["MtpStates"]
 
 
-class MtpStates(DraftProposer):
+class MtpStates(MtpHeadPick, DraftProposer):
     """States, verdicts and checks of a head that sets the fields below. Its pool has blocks of KV_BLOCK_SIZE rows.
 
     A state belongs to the head that made it. What raises leaves it as it was, blocks included.
@@ -35,20 +33,9 @@ class MtpStates(DraftProposer):
 
     state_class: ClassVar[type[MtpProposerState]] = MtpProposerState
     log: ClassVar[logging.Logger] = log
-    kv_owner: ClassVar[str] = "mtp_head"
-    """Under what name the pool has blocks that are held."""
 
-    levers: ModelLevers
-    kv_cache: PagedKvCache
     max_seq_len: int
     embed_rows: int
-    draft_vocab: int
-    last_conf: float
-    _deferred: bool
-    _warned_masks: bool
-    _released: bool
-    _kv_lock: threading.RLock
-    _states: weakref.WeakSet[MtpProposerState]
 
     # ------------------------------------------------------------ states
 
@@ -77,11 +64,6 @@ class MtpStates(DraftProposer):
         with self._kv_lock:
             self.kv_cache.free_blocks(table)
             table.clear()
-
-    def reserve_rows(self, state: MtpProposerState, rows: int) -> None:
-        """Blocks for `rows` rows: all that are missing, or KvCacheExhausted and none."""
-        with self._kv_lock:
-            self.kv_cache.grow_table(state.block_table, -(-rows // KV_BLOCK_SIZE), self.kv_owner)
 
     def restore_state(self, state: MtpProposerState, taken: MtpSnapshot) -> None:
         """Take a state of this head back to `state.snapshot()` and give back the blocks that came after it."""
@@ -178,8 +160,7 @@ class MtpStates(DraftProposer):
             raise InvalidArgumentError(
                 "pos_base", first, f"the last pair key is {own.last_pair_key}, the next is larger"
             )
-        if (last := first + len(ids) - 2) >= self.max_seq_len:
-            raise CapacityError("position of the last row", last, self.max_seq_len - 1, "the last of a sequence")
+        check_last_row(first, len(ids) - 1, self.max_seq_len)
         if len(ids) > 1:
             given = ("hiddens", hiddens) if hidden_stacks is None else ("hidden_stacks", hidden_stacks)
             check_address(*given)
