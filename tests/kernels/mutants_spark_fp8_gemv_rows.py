@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
+from .gemv_rows_mutants import overwritten_sums, past_the_row, shared_mutants
 from .mutants import Mutant, Patch
 
-_CHECK = "spark_fp8_gemv_rows::spark_fp8_gemv_rows"
-_CU, _PY = "spark_fp8_gemv_rows.cu", "spark_fp8_gemv_rows.py"
-_SPLIT_PY = "result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)"
-_HALF_CU = "const unsigned half = output / head_dim % 2u;"
+_MODULE = "spark_fp8_gemv_rows"
+_CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        _CHECK,
-        "gates before queries",
-        cu=Patch(_CU, _HALF_CU, _HALF_CU.replace("% 2u", "% 2u ^ 1u")),
-        py=Patch(_PY, _SPLIT_PY, _SPLIT_PY.replace("head_dim).swap", "head_dim)[:, :, ::-1].swap")),
-    ),
+    *shared_mutants(_MODULE),
+    past_the_row(_MODULE),
+    overwritten_sums(_MODULE),
     Mutant(
         _CHECK,
         "scale of the tile's first output",
-        cu=Patch(_CU, "const float scale = matrix.scales[output];", "const float scale = matrix.scales[first];"),
+        cu=Patch(
+            _CU,
+            "const float scale = matrix.scales[output];",
+            "const float scale = matrix.scales[output / GEMV_TILE * GEMV_TILE];",
+        ),
     ),
     Mutant(
         _CHECK,
@@ -51,26 +51,5 @@ MUTANTS: tuple[Mutant, ...] = (
             "{__byte_perm(even, odd, 0x5410u), __byte_perm(even, odd, 0x7632u)}",
             "{even, odd}",
         ),
-    ),
-    Mutant(
-        _CHECK,
-        "chunks of the next output past a row's end",
-        cu=Patch(_CU, "const bool live = chunk < chunks && row < left;", "const bool live = row < left;"),
-    ),
-    Mutant(
-        _CHECK,
-        "third matrix is the second again",
-        cu=Patch(_CU, "which == 1u ? all.each[1] : all.each[2];", "all.each[1];"),
-    ),
-    Mutant(
-        _CHECK,
-        "one warp left out of the sum",
-        cu=Patch(_CU, "for (unsigned w = 1u; w < FP8_WARPS; ++w) {", "for (unsigned w = 2u; w < FP8_WARPS; ++w) {"),
-    ),
-    Mutant(
-        _CHECK,
-        "sums overwritten while they are read",
-        cu=Patch(_CU, "        __syncthreads();  // sums have been read\n", ""),
-        race=True,
     ),
 )

@@ -3,26 +3,19 @@
 
 from __future__ import annotations
 
+from .gemv_rows_mutants import CUH, past_the_row, shared_mutants
 from .mutants import Mutant, Patch
 
-_CHECK = "spark_gemv_rows::spark_gemv_rows"
-_CU, _PY = "spark_gemv_rows.cu", "spark_gemv_rows.py"
-_SPLIT_PY = "result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)"
-_HALF_CU = "const unsigned half = output / head_dim % 2u;"
-_LIVE_CU = "const bool live = chunk < chunks && row < left;"
-_FIND_CU = "output = tile * GEMV_TILE;"
+_MODULE = "spark_gemv_rows"
+_CHECK, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.py"
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        _CHECK,
-        "gates before queries",
-        cu=Patch(_CU, _HALF_CU, _HALF_CU.replace("% 2u", "% 2u ^ 1u")),
-        py=Patch(_PY, _SPLIT_PY, _SPLIT_PY.replace("head_dim).swap", "head_dim)[:, :, ::-1].swap")),
-    ),
+    *shared_mutants(_MODULE),
+    past_the_row(_MODULE),
     Mutant(
         _CHECK,
         "queries and gates left as they are",
-        cu=Patch(_CU, "if (head_dim > 0u && tile", "if (head_dim > N0 && tile"),
+        cu=Patch(CUH, "if (head_dim > 0u && tile", "if (head_dim > all.each[0].n && tile"),
         py=Patch(_PY, "if head_dim:", "if head_dim < 0:"),
     ),
     Mutant(
@@ -34,43 +27,28 @@ MUTANTS: tuple[Mutant, ...] = (
         _CHECK,
         "outputs of the upper half of a tile from the lower",
         cu=Patch(
-            _CU, "high[p] = ring[slot][place(g + 8u, 4u * p + t)];", "high[p] = ring[slot][place(g, 4u * p + t)];"
+            CUH, "high[p] = ring[slot][place(g + 8u, 4u * p + t)];", "high[p] = ring[slot][place(g, 4u * p + t)];"
         ),
     ),
     Mutant(
         _CHECK,
         "stripes past the last whole round left out",
         cu=Patch(
-            _CU,
-            "const unsigned stripes = chunks > start ? (chunks - start + ROUND - 1u) / ROUND : 0u;",
-            "const unsigned stripes = chunks / ROUND > 0u ? chunks / ROUND : chunks > start ? 1u : 0u;",
+            CUH,
+            "row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;",
+            "chunks >= 64u ? chunks / 64u : row_stripes > warp ? 1u : 0u;",
         ),
     ),
     Mutant(
         _CHECK,
-        "chunks of the next output past a row's end",
-        cu=Patch(_CU, _LIVE_CU, "const bool live = row < left;"),
-    ),
-    Mutant(
-        _CHECK,
-        "third matrix is the second again",
-        cu=Patch(_CU, "which == 1u ? all.each[1] : all.each[2];", "all.each[1];"),
-    ),
-    Mutant(
-        _CHECK,
-        "one warp left out of the sum",
-        cu=Patch(_CU, "for (unsigned w = 1u; w < GEMV_WARPS; ++w) {", "for (unsigned w = 2u; w < GEMV_WARPS; ++w) {"),
-    ),
-    Mutant(
-        _CHECK,
         "a row too many",
-        cu=Patch(_CU, "if (row < M && output < matrix.n) {", "if (row <= M && output < matrix.n) {"),
+        cu=Patch(CUH, "if (row < M && output < matrix.n) {", "if (row <= M && output < matrix.n) {"),
     ),
     Mutant(
         _CHECK,
         "later tiles of a block are the first",
         cu=Patch(
-            _CU,
+            CUH,
             "                if (ahead_tile < tiles) {\n                    enter();",
             "                if (ahead_tile >= tiles) {\n                    enter();",
         ),
@@ -79,7 +57,7 @@ MUTANTS: tuple[Mutant, ...] = (
         _CHECK,
         "a stripe is overwritten before it is read",
         cu=Patch(
-            _CU,
+            CUH,
             "spark_copies_wait<GEMV_STAGES - 1u>();\n            __syncwarp();",
             "copy_next();\n            __syncwarp();",
         ),
@@ -89,7 +67,7 @@ MUTANTS: tuple[Mutant, ...] = (
         _CHECK + "@far",
         "32-bit row offset",
         cu=Patch(
-            _CU,
+            CUH,
             "from = matrix.weights + static_cast<size_t>(output + lane / GEMV_UNITS) * chunks;",
             "from = matrix.weights + static_cast<unsigned>((output + lane / GEMV_UNITS) * chunks * 8u) / 8u;",
         ),

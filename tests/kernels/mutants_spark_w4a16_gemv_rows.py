@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
+from .gemv_rows_mutants import overwritten_sums, shared_mutants
 from .mutants import Mutant, Patch
 
-_CHECK = "spark_w4a16_gemv_rows::spark_w4a16_gemv_rows"
-_CU, _PY = "spark_w4a16_gemv_rows.cu", "spark_w4a16_gemv_rows.py"
-_SPLIT_PY = "result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)"
-_HALF_CU = "const unsigned half = output / head_dim % 2u;"
+_MODULE = "spark_w4a16_gemv_rows"
+_CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        _CHECK,
-        "gates before queries",
-        cu=Patch(_CU, _HALF_CU, _HALF_CU.replace("% 2u", "% 2u ^ 1u")),
-        py=Patch(_PY, _SPLIT_PY, _SPLIT_PY.replace("head_dim).swap", "head_dim)[:, :, ::-1].swap")),
-    ),
+    *shared_mutants(_MODULE),
+    overwritten_sums(_MODULE),
     Mutant(
         _CHECK,
         "the first scale of a pair for both chunks",
@@ -56,21 +51,5 @@ MUTANTS: tuple[Mutant, ...] = (
             "{__byte_perm(a.x, a.z, 0x5410u), __byte_perm(a.x, a.z, 0x7632u)}",
             "{__byte_perm(a.x, a.z, 0x7610u), __byte_perm(a.x, a.z, 0x5432u)}",
         ),
-    ),
-    Mutant(
-        _CHECK,
-        "third matrix is the second again",
-        cu=Patch(_CU, "which == 1u ? all.each[1] : all.each[2];", "all.each[1];"),
-    ),
-    Mutant(
-        _CHECK,
-        "one warp left out of the sum",
-        cu=Patch(_CU, "for (unsigned w = 1u; w < W4_WARPS; ++w) {", "for (unsigned w = 2u; w < W4_WARPS; ++w) {"),
-    ),
-    Mutant(
-        _CHECK,
-        "sums overwritten while they are read",
-        cu=Patch(_CU, "        __syncthreads();  // sums have been read\n", ""),
-        race=True,
     ),
 )

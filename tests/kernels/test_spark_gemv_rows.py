@@ -3,44 +3,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import spark_gemv_rows as ops
-from spark_py.ops.spark_gemv_rows import RESIDENT, Projection, blocks_for
-from spark_py.runtime.errors import ArgumentPointerError, ArgumentRangeError, InvalidArgumentError
+from spark_py.ops._gemv_rows import blocks_for
+from spark_py.ops.spark_gemv_rows import RESIDENT, Projection
+from spark_py.runtime.errors import ArgumentPointerError, ArgumentRangeError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
 from spark_py.runtime.launch import KernelLaunch
-from spark_py.testing import Array, Output, alloc_or_skip, assert_same_bits, f64, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import Array, Output, alloc_or_skip, assert_same_bits, f64, normal, upload
 
+from .gemv_rows import IMPOSSIBLE, Rows
 from .support import checks
 
 NAMES = ("spark_gemv_rows", "spark_gemv_rows")
 
 
-def run(gpu: GpuBackend, x: Array, matrices: Sequence[Array], head_dim: int = 0) -> list[Array]:
-    """The outputs [M, N] of x [M, K] and matrices [N, K]."""
-    outputs = [Output(gpu, (len(x), len(matrix))) for matrix in matrices]
-    projections = [
-        Projection(upload(gpu, matrix), output.ptr, len(matrix), len(matrix))
-        for matrix, output in zip(matrices, outputs, strict=True)
-    ]
-    kernel, stream = gpu.kernel(*NAMES), gpu.default_stream()
-    ops.spark_gemv_rows(gpu, kernel, upload(gpu, x), projections, len(x), x.shape[1], stream, head_dim=head_dim)
-    return [output.read() for output in outputs]
+def _drawn(rng: np.random.Generator, n: int, k: int) -> tuple[Array, ...]:
+    return (normal(rng, n, k),)
+
+
+ROWS = Rows(NAMES[0], ops.spark_gemv_rows, Projection, lambda ptr: ptr, _drawn, step=8, off_step=12)
 
 
 @checks("::".join(NAMES))
 def check_gemv_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    spec = catalog.CATALOG[NAMES]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+    ROWS.check_cases(gpu, rng)
 
 
 def test_gemv_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
@@ -48,26 +39,17 @@ def test_gemv_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 
 def test_a_row_and_a_matrix_do_not_depend_on_the_others(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    x, matrices = normal(rng, 8, 1096), [normal(rng, n, 1096) for n in (32, 19, 5)]
-    together = run(gpu, x, matrices)
-    for rows in ([0], [5], [7, 2, 3]):
-        for matrix, whole in zip(matrices, together, strict=True):
-            assert_same_bits(run(gpu, x[rows], [matrix])[0], whole[rows], f"rows {rows}")
-    for whole, part in zip(together, run(gpu, x, [matrix[3:] for matrix in matrices]), strict=True):
-        assert_same_bits(part, whole[:, 3:], "other tiles")
+    ROWS.check_alone_and_together(gpu, rng, 1096)
 
 
 def test_queries_and_gates_are_taken_apart(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    x, matrix, other = normal(rng, 2, 136), normal(rng, 3 * 2 * 24, 136), normal(rng, 48, 136)
-    plain, split = run(gpu, x, [matrix, other]), run(gpu, x, [matrix, other], 24)
-    assert_same_bits(split[0], plain[0].reshape(2, 3, 2, 24).swapaxes(1, 2).reshape(2, -1))
-    assert_same_bits(split[1], plain[1])
+    ROWS.check_queries_and_gates(gpu, rng, 136)
 
 
 def test_nan_stays_in_its_row_and_output(gpu: GpuBackend, rng: np.random.Generator) -> None:
     x, matrix = normal(rng, 3, 264), normal(rng, 20, 264)
     x[1, 263], matrix[17, 5] = np.nan, np.nan
-    nan = np.isnan(f64(run(gpu, x, [matrix])[0]))
+    nan = np.isnan(f64(ROWS.run(gpu, x, [(matrix,)])[0]))
     assert nan[1].all()
     assert nan[:, 17].all()
     assert nan.sum() == 20 + 2
@@ -76,35 +58,16 @@ def test_nan_stays_in_its_row_and_output(gpu: GpuBackend, rng: np.random.Generat
 @pytest.mark.host_only("about the number of blocks, not about kernels")
 def test_blocks_run_at_once_and_have_the_same_to_do() -> None:
     for tiles in (1, 320, 528, 529, 1088, 6250, 1 << 20):
-        blocks = blocks_for(tiles)
+        blocks = blocks_for(tiles, RESIDENT)
         assert blocks <= RESIDENT
         assert -(-tiles // blocks) == -(-tiles // RESIDENT)
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"m": 0}, "m"),
-        ({"m": 9}, "m"),
-        ({"k": 12}, "k"),
-        ({"n": 0}, "n"),
-        ({"stride": 3}, "stride"),
-        ({"parts": 0}, "projections"),
-        ({"parts": 4}, "projections"),
-        ({"head_dim": 3}, "n"),
-    ],
-)
+@IMPOSSIBLE
 def test_impossible_numbers_are_refused(
     gpu: GpuBackend, rng: np.random.Generator, change: dict[str, Any], name: str
 ) -> None:
-    ptr, kernel = upload(gpu, normal(rng, 64)), gpu.kernel(*NAMES)
-    numbers: dict[str, int] = {"m": 1, "k": 8, "n": 4, "stride": 4, "parts": 1, "head_dim": 0} | change
-    parts = [Projection(ptr, ptr, numbers["n"], numbers["stride"])] * numbers["parts"]
-    with pytest.raises(InvalidArgumentError) as error:
-        ops.spark_gemv_rows(
-            gpu, kernel, ptr, parts, numbers["m"], numbers["k"], gpu.default_stream(), head_dim=numbers["head_dim"]
-        )
-    assert error.value.name == name
+    ROWS.check_refused(gpu, rng, change, name)
 
 
 @pytest.mark.host_only("the catalogue's rules are applied where arguments are bound to a reference")
@@ -143,4 +106,4 @@ def check_far_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
     got = output.read()
     gpu.free(weights)
     assert (f64(got[:-1]) == 0.0).all()
-    assert_same_bits(got[-1:], run(gpu, x, [row])[0][0])
+    assert_same_bits(got[-1:], ROWS.run(gpu, x, [(row,)])[0][0])

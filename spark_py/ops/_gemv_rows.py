@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What the launchers of `spark_gemv_rows.cuh` share: up to eight rows through up to three matrices of a format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..runtime.errors import InvalidArgumentError
+from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
+from ..runtime.launch import KernelLaunch, div_ceil
+from ._args import count, multiple_of
+
+MAX_ROWS, MAX_MATRICES = 8, 3
+TILE = 16
+"""Outputs that a block makes at a time."""
+
+W = TypeVar("W")
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionOf(Generic[W]):
+    """One matrix of a launch, [n, k], and where its outputs go: row m at `output` + m * `stride` elements."""
+
+    weight: W
+    output: DevicePtr
+    n: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsFormat(Generic[W]):
+    """A format of weights: k is a multiple of `step`, for the reason `why`; `resident` blocks run at the same time on
+    the GPU that the kernel was tuned on; a matrix has these `pointers` and, before head_dim, this `factor`."""
+
+    step: int
+    why: str
+    resident: int
+    pointers: tuple[Callable[[W], DevicePtr], ...]
+    factor: Callable[[W], float] | None = None
+
+
+def blocks_for(tiles: int, resident: int) -> int:
+    """As many blocks as give each the same number of tiles, all of them running at once."""
+    return div_ceil(tiles, div_ceil(tiles, resident))
+
+
+def launch_rows(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    input: DevicePtr,  # noqa: A002 - the engine's name
+    projections: Sequence[ProjectionOf[W]],
+    m: int,
+    k: int,
+    stream: StreamLike,
+    head_dim: int,
+    form: RowsFormat[W],
+) -> None:
+    """Launch `kernel` on weights of format `form`; InvalidArgumentError for numbers that it does not take."""
+    if count("m", m) > MAX_ROWS:
+        raise InvalidArgumentError("m", m, f"the kernel takes {MAX_ROWS} rows at most")
+    multiple_of("k", k, form.step, form.why)
+    if not 1 <= len(projections) <= MAX_MATRICES:
+        raise InvalidArgumentError("projections", len(projections), f"1 to {MAX_MATRICES} are taken")
+    for each in projections:
+        if count("stride", each.stride) < count("n", each.n):
+            raise InvalidArgumentError("stride", each.stride, f"at least n = {each.n} is needed")
+    if head_dim and projections[0].n % (2 * count("head_dim", head_dim)):
+        raise InvalidArgumentError("n", projections[0].n, f"a multiple of 2 * head_dim = {2 * head_dim} is needed")
+    tiles = sum(div_ceil(each.n, TILE) for each in projections)
+    missing = MAX_MATRICES - len(projections)
+    launch = KernelLaunch(gpu, kernel).grid((blocks_for(tiles, form.resident), 1, 1)).block((256, 1, 1))
+    launch.arg_ptr(input)
+    null = [DevicePtr.NULL] * missing
+    operands = [[pointer(each.weight) for each in projections] for pointer in form.pointers]
+    for pointers in (*operands, [each.output for each in projections]):
+        for ptr in pointers + null:
+            launch.arg_ptr(ptr)
+    launch.arg_u32(m)
+    for n in [each.n for each in projections] + [0] * missing:
+        launch.arg_u32(n)
+    launch.arg_u32(k)
+    for stride in [each.stride for each in projections] + [0] * missing:
+        launch.arg_u32(stride)
+    if form.factor is not None:
+        for factor in [form.factor(each.weight) for each in projections] + [0.0] * missing:
+            launch.arg_f32(factor)
+    launch.arg_u32(head_dim).launch(stream)
