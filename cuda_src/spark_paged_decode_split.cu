@@ -116,6 +116,14 @@ struct Pool {
     }
 };
 
+// Whether the next step's K is under way while this step's V is multiplied: 254 registers on Hopper, but more than there
+// are elsewhere, where compilers would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool SPLIT_KEYS_EARLY = true;
+#else
+constexpr bool SPLIT_KEYS_EARLY = false;
+#endif
+
 struct Merge {
     float outputs[SPLIT_WARPS][SPLIT_HEADS][SPLIT_LARGEST + 4u];  // rows start in different banks
     float tops[SPLIT_WARPS][SPLIT_HEADS];
@@ -211,7 +219,9 @@ __device__ __forceinline__ void split_attend(const __nv_bfloat16* q, unsigned he
                 spark_mma(score[half], high, {words[2], words[3]});
             }
         }
-        load_keys(rows, following);
+        if (SPLIT_KEYS_EARLY) {
+            load_keys(rows, following);
+        }
 
         float highest = top;
 #pragma unroll
@@ -264,6 +274,9 @@ __device__ __forceinline__ void split_attend(const __nv_bfloat16* q, unsigned he
                 spark_mma(sum, a, coarse);
                 spark_mma(sum, a, fine);
             }
+        }
+        if (!SPLIT_KEYS_EARLY) {
+            load_keys(rows, following);
         }
         load_values(rows, following);
     }
