@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..reference import norm as reference
-from .spec import Call, Dim3, KernelSpec, f32, pointer, u32
+from .spec import Call, Dim3, KernelSpec, ParamSpec, f32, pointer, u32
 
 
 def row_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
@@ -32,6 +32,17 @@ GRID_TEXT = "(rows, 1, 1)"
 BLOCK_TEXT = "(min(hidden_size, 1024), 1, 1)"
 
 
+def norm_params(input_type: str) -> tuple[ParamSpec, ...]:
+    """Parameters of a norm of rows of `input_type` into rows in BF16."""
+    return (
+        pointer("input", input_type, "r", rows),
+        pointer("weight", "bf16", "r", row),
+        pointer("output", "bf16", "w", rows),
+        u32("hidden_size"),
+        f32("eps"),
+    )
+
+
 def _rms_norm(c: Call) -> None:
     c.output[...] = reference.rms_norm(c.input, c.weight, c.eps)
 
@@ -53,13 +64,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec(
         module="norm",
         function="rms_norm",
-        params=(
-            pointer("input", "bf16", "r", rows),
-            pointer("weight", "bf16", "r", row),
-            pointer("output", "bf16", "w", rows),
-            u32("hidden_size"),
-            f32("eps"),
-        ),
+        params=norm_params("bf16"),
         grid_text=GRID_TEXT,
         block_text=BLOCK_TEXT,
         geometry=row_geometry,

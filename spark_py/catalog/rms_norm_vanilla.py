@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from ..reference import rms_norm_vanilla as reference
-from .norm import BLOCK_TEXT, GRID_TEXT, needs_a_row, row, row_geometry, rows
-from .spec import Call, KernelSpec, f32, pointer, u32
+from .norm import BLOCK_TEXT, GRID_TEXT, needs_a_row, norm_params, row_geometry
+from .spec import Call, KernelSpec
 
 
 def _rms_norm_vanilla(c: Call) -> None:
@@ -16,13 +16,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec(
         module="rms_norm_vanilla",
         function="rms_norm_vanilla",
-        params=(
-            pointer("input", "bf16", "r", rows),
-            pointer("weight", "bf16", "r", row),
-            pointer("output", "bf16", "w", rows),
-            u32("hidden_size"),
-            f32("eps"),
-        ),
+        params=norm_params("bf16"),
         grid_text=GRID_TEXT,
         block_text=BLOCK_TEXT,
         geometry=row_geometry,

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from ..reference import spark_rms_norm_f32 as reference
-from .norm import BLOCK_TEXT, GRID_TEXT, needs_a_row, row, row_geometry, rows
-from .spec import Call, KernelSpec, f32, pointer, u32
+from .norm import BLOCK_TEXT, GRID_TEXT, needs_a_row, norm_params, row_geometry
+from .spec import Call, KernelSpec
 
 
 def _run(c: Call) -> None:
@@ -16,13 +16,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec(
         module="spark_rms_norm_f32",
         function="spark_rms_norm_f32",
-        params=(
-            pointer("input", "f32", "r", rows),
-            pointer("weight", "bf16", "r", row),
-            pointer("output", "bf16", "w", rows),
-            u32("hidden_size"),
-            f32("eps"),
-        ),
+        params=norm_params("f32"),
         grid_text=GRID_TEXT,
         block_text=BLOCK_TEXT,
         geometry=row_geometry,
