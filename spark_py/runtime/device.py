@@ -37,6 +37,8 @@ class LoadedKernel:
     """Per parameter: whether a NULL pointer is allowed."""
     alignments: tuple[int, ...] = ()
     """Per parameter: what a pointer must be a multiple of (bytes), 1 where any will do; set by the owner."""
+    dependent: bool = False
+    """Whether the kernel waits by itself for those before it."""
 
     @property
     def name(self) -> str:
