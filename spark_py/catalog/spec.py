@@ -76,8 +76,9 @@ class ParamSpec:
 
     `shape` gives the elements that the launch touches, starting `offset` elements after the pointer; `access` says
     whether they are read, written or both; `align` is the byte alignment the kernel's loads need; `optional` allows
-    NULL. `early` says that a kernel of a `dependent` module reads it before it waits for the kernels before it: weights,
-    which those do not write. All five are for pointers only. `pointee` makes it a table of addresses (u64), where 0 stands for no array.
+    NULL. `early` says that a kernel of a `dependent` module reads it before it waits for the kernels before it, which
+    do not write it: weights. All five are for pointers only. `pointee` makes it a table of addresses (u64), where 0
+    stands for no array.
     """
 
     name: str

@@ -131,9 +131,7 @@ class EmulatedDevice(HostDevice):
         attributes = FunctionAttributes(-1, static, dynamic, 0, self.limits.max_threads_per_block)
         raw = (compiled, compiled.kernel(function))
         nullable = _nullable(spec, signature)
-        return LoadedKernel(
-            module, function, signature, raw, attributes, dynamic, nullable, dependent=source.dependent
-        )
+        return LoadedKernel(module, function, signature, raw, attributes, dynamic, nullable, dependent=source.dependent)
 
     def _compiled(self, source: ModuleSource, function: str, present: Sequence[str]) -> EmulatedModule:
         """The library of a file with `function` in it; `present` are the module's kernels, for messages."""

@@ -54,8 +54,8 @@ _NVCC_ONLY = _TAKES_VALUE | {
 class ModuleSource:
     """One file of a module, .cu or .ptx, and how to compile it. `functions` is empty where the set does not list them.
 
-    `dependent`: every kernel of the file waits by itself for the kernels before it, so that in a graph it may start while
-    they run (`spark_dependent.cuh`).
+    `dependent`: every kernel of the file waits by itself for the kernels before it, so that in a graph it may start
+    while they run (`spark_dependent.cuh`).
     Most modules have one file. `others` are the further ones of a module that has several, on its first file alone.
     """
 
