@@ -162,7 +162,6 @@ class EmulatedDevice(HostDevice):
         geometry = (grid, block, shared)
         spec = catalog.find(kernel.module, kernel.function) if self._own_set else None
         calls = HostCalls(self.ledger, spec, kernel.name, geometry) if spec is not None else None
-        early = [index for index, param in enumerate(spec.params) if param.early] if spec is not None else []
 
         def launch(stream: int, pointers: Sequence[int], scalars: Sequence[Any]) -> None:
             args = layout.packed.pack(*pointers, *scalars)
@@ -171,7 +170,7 @@ class EmulatedDevice(HostDevice):
             def operation() -> None:
                 if calls is not None:
                     calls.find(args, values)  # every range is right
-                weights = tuple(values[index] for index in early)
+                weights = tuple(values[index] for index in kernel.early)
                 self._run_compiled(kernel, geometry, args, offsets, cooperative, weights)
                 self._check_neighbours(kernel.name, pointers)
 
