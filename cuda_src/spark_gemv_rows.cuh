@@ -146,6 +146,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
         spark_copies_end();
     };
 
+    spark_let_next_start();
     if (ahead_tile < tiles) {
         enter();
     }
@@ -153,6 +154,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     for (unsigned s = 0u; s < GEMV_STAGES; ++s) {
         copy_next();
     }
+    spark_wait_for_previous();
     unsigned buffer = 0u;
     unsigned slot = 0u;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
