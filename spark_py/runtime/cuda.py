@@ -378,8 +378,8 @@ class CudaDevice(RawDevice):
             return None  # each launch has to see to it that this device is the thread's
         pack, buffer, table = _arguments(kernel)
         call, arguments = quick_launcher(kernel.raw.ptr, (*grid, *block, shared), stream, table)
-        # One place: a thread that finds it taken takes the long way.
-        places = [(buffer, arguments, kernel.raw)]
+        # One place: a thread that finds it taken takes the long way. The module and the table live as long as it does.
+        places = [(buffer, arguments, kernel.raw, table)]
         return places.pop, places.append, pack, call
 
     def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None:
