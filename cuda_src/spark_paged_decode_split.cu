@@ -6,7 +6,7 @@
 // so that K and V are read once; it leaves the sum of its weights, its largest score and its weighted values in FP32. A
 // second kernel merges the splits in ascending order.
 //
-// Splits depend on the number of positions seen alone, never on the batch or the GPU: a row has the same bits in every
+// Splits depend on the numbers of positions seen and of query heads alone, never on the batch or the GPU: a row has the same bits in every
 // batch. Both products are tensor-core steps with FP32 sums; a weight goes in as the sum of two BF16, which leaves 2^-17
 // of it behind. Cache values must be finite.
 
@@ -17,7 +17,8 @@ constexpr unsigned SPLIT_WARPS = 4u;
 constexpr unsigned SPLIT_HEADS = 8u;     // query heads of a block
 constexpr unsigned SPLIT_STEP = 16u;     // positions that a warp takes at a time
 constexpr unsigned SPLIT_SHORTEST = 64u;  // positions of a split: a step of each warp
-constexpr unsigned SPLIT_ENOUGH = 256u;   // positions of a split up to which there are 32 splits at most
+constexpr unsigned SPLIT_ENOUGH = 256u;   // positions of a split from which on there may be 64 splits
+constexpr unsigned SPLIT_FEW_HEADS = 16u;  // query heads up to which there may be 64 splits of any length
 constexpr unsigned SPLIT_MOST = 64u;     // splits of a sequence
 constexpr unsigned SPLIT_CHUNK = 64u;    // elements of a head that eight lanes hold eight each of
 constexpr unsigned SPLIT_LARGEST = 256u;  // elements of a head
@@ -28,9 +29,11 @@ __device__ __forceinline__ unsigned whole_steps(unsigned positions) {
 }
 
 // Positions of every split but the last, where `seen` are to be taken: as many as make 32 splits do, but at least 64; from
-// 256 on, as many as make 64 splits do. Few splits cost less to merge, and long ones less to begin and end.
-__device__ __forceinline__ unsigned split_length(unsigned seen) {
-    const unsigned few = whole_steps((seen + SPLIT_MOST / 2u - 1u) / (SPLIT_MOST / 2u));
+// 256 on, as many as make 64 splits do. Few splits cost less to merge, and long ones less to begin and end. But 32 splits
+// of 16 query heads, two blocks each where a cache head has eight, would leave half of a large GPU idle: these get 64.
+__device__ __forceinline__ unsigned split_length(unsigned seen, unsigned num_q_heads) {
+    const unsigned most = num_q_heads > SPLIT_FEW_HEADS ? SPLIT_MOST / 2u : SPLIT_MOST;
+    const unsigned few = whole_steps((seen + most - 1u) / most);
     const unsigned many = whole_steps((seen + SPLIT_MOST - 1u) / SPLIT_MOST);
     const unsigned enough = many < SPLIT_ENOUGH ? SPLIT_ENOUGH : many;
     const unsigned length = few < enough ? few : enough;
@@ -335,7 +338,7 @@ __device__ __forceinline__ void split_kernel(const __nv_bfloat16* Q, const typen
     unsigned begin;
     unsigned end;
     seen_positions(seq_lens[sequence * lens_stride], sliding_window, begin, end);
-    const unsigned length = split_length(end - begin);
+    const unsigned length = split_length(end - begin, num_q_heads);
     // Splits past the sequence have nothing to do; the whole block leaves.
     if (blockIdx.y * length >= end - begin) {
         return;
@@ -427,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (end == 0u) {
         return;
     }
-    const unsigned length = split_length(end - begin);
+    const unsigned length = split_length(end - begin, num_q_heads);
     const unsigned splits = (end - begin + length - 1u) / length;
     const size_t place = sequence * num_q_heads + blockIdx.x;
     const unsigned group = threadIdx.x / QUADS;

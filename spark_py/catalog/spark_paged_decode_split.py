@@ -43,7 +43,7 @@ def _lengths(c: Call) -> list[int]:
 def _seen(c: Call) -> Iterator[Array]:
     """The block ids that each sequence which has any reads."""
     for table, length in zip(_tables(c), _lengths(c), strict=True):
-        splits = reference.splits_of(length, c.sliding_window)
+        splits = reference.splits_of(length, c.sliding_window, c.num_q_heads)
         if splits:
             yield table[splits[0][0] // c.block_size :]
 

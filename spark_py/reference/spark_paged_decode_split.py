@@ -20,6 +20,7 @@ from .paged_decode import LOWEST, folding_sum, scores, window_start
 MOST = 64
 """Splits of a sequence, at most."""
 SHORTEST, ENOUGH = 64, 256
+FEW_HEADS = 16
 STEP = 16
 
 
@@ -27,19 +28,20 @@ def _whole_steps(positions: int) -> int:
     return -(-positions // STEP) * STEP
 
 
-def split_length(seen: int) -> int:
-    """Positions of every split but the last: the least multiple of 16 that makes 32 splits do, but at least 64; from
-    256 on, that makes 64 splits do."""
-    few, many = _whole_steps(-(-seen // (MOST // 2))), _whole_steps(-(-seen // MOST))
+def split_length(seen: int, num_q_heads: int) -> int:
+    """Positions of every split but the last: the least multiple of 16 that makes 32 splits do, or 64 where there are 16
+    query heads or fewer, but at least 64; from 256 on, that makes 64 splits do."""
+    most = MOST if num_q_heads <= FEW_HEADS else MOST // 2
+    few, many = _whole_steps(-(-seen // most)), _whole_steps(-(-seen // MOST))
     return max(SHORTEST, min(few, max(ENOUGH, many)))
 
 
-def splits_of(length: int, sliding_window: int) -> list[tuple[int, int]]:
+def splits_of(length: int, sliding_window: int, num_q_heads: int) -> list[tuple[int, int]]:
     """The splits [begin, end) of a sequence, in order; none of an empty one."""
     if length <= 0:
         return []
     first = window_start(length, sliding_window)
-    step = split_length(length - first)
+    step = split_length(length - first, num_q_heads)
     return [(at, min(at + step, length)) for at in range(first, length, step)]
 
 
@@ -57,7 +59,7 @@ def _split(
     block_size, heads = caches[0].shape[1], query.shape[1]
     group = heads // caches[0].shape[2]
     for sequence, length in enumerate(seq_lens.tolist()):
-        for split, (begin, end) in enumerate(splits_of(length, sliding_window)):
+        for split, (begin, end) in enumerate(splits_of(length, sliding_window, heads)):
             positions = np.arange(begin, end)
             rows = block_tables[sequence, positions // block_size], positions % block_size
             keys, values = (widen(cache[rows]) for cache in caches)
@@ -125,7 +127,7 @@ def spark_paged_decode_merge(
     A row whose weights are all zero gives 0.
     """
     for sequence, length in enumerate(seq_lens.tolist()):
-        count = len(splits_of(length, sliding_window))
+        count = len(splits_of(length, sliding_window, output.shape[1]))
         if count == 0:
             continue
         with np.errstate(all="ignore"):

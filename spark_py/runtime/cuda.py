@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import catalog
-from ._driver import dependent_launcher
+from ._driver import dependent_launcher, quick_launcher
 from .arch import arch_of
 from .audit import KernelAudit
 from .checked import CheckedBackend
@@ -372,6 +372,15 @@ class CudaDevice(RawDevice):
                 call(stream)
 
         return launch
+
+    def quick_parts(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, stream: int) -> Any:
+        if self._several:
+            return None  # each launch has to see to it that this device is the thread's
+        pack, buffer, table = _arguments(kernel)
+        call, arguments = quick_launcher(kernel.raw.ptr, (*grid, *block, shared), stream, table)
+        # One place: a thread that finds it taken takes the long way. The module and the table live as long as it does.
+        places = [(buffer, arguments, kernel.raw, table)]
+        return places.pop, places.append, pack, call
 
     def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None:
         self._call("cuFuncSetAttribute", self._driver.funcSetAttribute, kernel.raw.ptr, MAX_DYNAMIC_SHARED, nbytes)

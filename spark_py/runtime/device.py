@@ -136,6 +136,12 @@ class RawDevice(ABC):
         where the device has no such launch."""
         return None
 
+    def quick_parts(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, stream: int) -> Any:
+        """What `runtime.quick` launches with by itself, (take, give, pack, call): `take()` gives a place or raises
+        IndexError, `pack(place[0], 0, *pointers, *scalars)` fills it, and `call(*place[1])` queues the launch and gives
+        0 for success. None where `plan` is all that the device has."""
+        return None
+
     @abstractmethod
     def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None: ...
     @abstractmethod

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .device import Dim3, Launcher, LoadedKernel
-from .gpu import DevicePtr
+from .quick import PLAIN
 from .signature import Kind, Param, Signature
 
 __all__ = ["Layout", "Plan"]
@@ -28,12 +28,6 @@ _MOST_SEEN = 4096
 
 class _Unusual:
     """Stands for a parameter that plain values never fit without a closer look."""
-
-
-# The class of a plain argument that `struct` packs and range-checks by itself. A 64-bit word may be a pointer, and
-# bytes would be cut or padded in silence: those take the long way.
-_PLAIN: dict[Kind, type] = dict.fromkeys(_SLOT, int) | {Kind.PTR: DevicePtr, Kind.F32: float, Kind.F64: float}
-_PLAIN |= {Kind.BYTES: _Unusual, Kind.W64: _Unusual}
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -84,10 +78,9 @@ class Plan:
     """What is settled once for a (kernel, geometry).
 
     `classes` are the types of plain arguments; a call whose types are exactly these needs only its pointers looked up,
-    and `struct` finds numbers out of range. `call_classes` are those of stream, shared memory, grid and block before
-    them; `masks` are the address bits that each pointer must have clear. `run(stream, pointers, scalars)` packs and
-    queues. `dependent` does so in a capture, from which the kernel may start there while the one before it runs; None
-    until a capture asks for it.
+    and `struct` finds numbers out of range. `masks` are the address bits that each pointer must have clear.
+    `run(stream, pointers, scalars)` packs and queues. `dependent` does so in a capture, from which the kernel may start
+    there while the one before it runs; None until a capture asks for it.
 
     `seen` is a state of the ledger and the address tuples that were found alive and aligned in it; it is void after
     any free. The two change together, so that no thread adds to the tuples of a state that it did not look at.
@@ -95,7 +88,6 @@ class Plan:
 
     __slots__ = (
         "block",
-        "call_classes",
         "classes",
         "cooperative",
         "dependent",
@@ -119,8 +111,7 @@ class Plan:
         self.dependent: Launcher | None = None
         params = kernel.signature.params
         self.kinds = tuple(p.kind for p in params)
-        self.classes = tuple(_PLAIN[p.kind] for p in params)
-        self.call_classes: list[type] = [*(int,) * 8, *self.classes]
+        self.classes = tuple(PLAIN.get(kind, _Unusual) for kind in self.kinds)
         self.layout = Layout(kernel.signature)
         self.masks = tuple(kernel.alignments[i] - 1 for i in self.layout.pointer_at)
         self.pick_pointers = _picker(self.layout.pointer_at)

@@ -27,6 +27,15 @@ MUTANTS: tuple[Mutant, ...] = (
         cu=Patch(_CU, _LENGTH_CU, "return length < SPLIT_SHORTEST ? SPLIT_SHORTEST : SPLIT_SHORTEST;"),
         py=Patch(_PY, _LENGTH_PY, "return max(SHORTEST, min(few, max(ENOUGH, many))) + (STEP if seen > 2048 else 0)"),
     ),
+    *(
+        Mutant(
+            kernel,
+            "64 splits whatever the number of query heads",
+            cu=Patch(_CU, "num_q_heads > SPLIT_FEW_HEADS ?", "num_q_heads > 999u ?"),
+            py=Patch(_PY, "if num_q_heads <= FEW_HEADS else", "if num_q_heads <= 999 else"),
+        )
+        for kernel in (_SPLIT, _MERGE)
+    ),
     Mutant(
         _SPLIT,
         "last position of a sequence left out",

@@ -118,16 +118,17 @@ def test_merge(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.host_only("about where splits lie, not about kernels")
-def test_splits_cover_what_is_seen_and_number_at_most_64() -> None:
+@pytest.mark.parametrize("heads", [1, 16, 17, 24])
+def test_splits_cover_what_is_seen_and_number_at_most_64(heads: int) -> None:
     for length in (1, 16, 63, 64, 65, 2048, 2049, 4097, 8192, 8193, 16_385, 32_768, 1_000_001):
         for window in (0, 1, 100, length - 1, length):
-            parts = splits_of(length, window)
+            parts = splits_of(length, window, heads)
             first = length - window if 0 < window < length else 0
             assert [parts[0][0], *(end for _, end in parts)] == [*(begin for begin, _ in parts), length]
             assert parts[0][0] == first
-            assert len(parts) <= 64
-            assert {end - begin for begin, end in parts[:-1]} <= {split_length(length - first)}
-    assert splits_of(0, 0) == splits_of(-1, 5) == []
+            assert len(parts) <= (64 if heads <= 16 or length - first > 8192 else 32)
+            assert {end - begin for begin, end in parts[:-1]} <= {split_length(length - first, heads)}
+    assert splits_of(0, 0, heads) == splits_of(-1, 5, heads) == []
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 1, 256), (12, 2, 64), (16, 1, 128)])

@@ -118,6 +118,7 @@ class CheckedBackend(LaunchOps, GpuBackend):
         self._wrapped.clear()
         self._kernels.clear()
         self._plans.clear()
+        self._kept.clear()
         attempt(self._device.close)
         if left or pinned:
             sites = "; ".join(str(a) for a in (left + pinned)[:5])

@@ -21,6 +21,7 @@ from ..errors import ArgumentPointerError, BackendClosedError, GeometryError, In
 from ..gpu import DevicePtr, KernelHandle, StreamLike
 from ..launch import KernelArg, check_argument, check_arity
 from ..plan import Plan
+from ..quick import Quick, quick_maker
 from ..signature import Kind
 from .core import guarded, is_integer
 from .kernels import KernelOps
@@ -31,6 +32,13 @@ _MOST_PLANS = 4096
 _INTEGERS = {int}
 _address = operator.attrgetter("address")
 
+# What looking up a call that is not kept, taking it apart and packing can raise.
+_NOT_SO = (LookupError, AttributeError, TypeError, ValueError, struct.error, OverflowError)
+
+
+def _integers(grid: tuple[Any, ...], block: tuple[Any, ...]) -> bool:
+    return {*map(type, grid), *map(type, block)} == _INTEGERS
+
 
 class LaunchOps(KernelOps):
     """`launch_typed` and `launch_cooperative`."""
@@ -38,6 +46,9 @@ class LaunchOps(KernelOps):
     def __init__(self, device: RawDevice, audit: KernelAudit, on_leak: str, debug_sync_kernels: bool) -> None:
         super().__init__(device, audit, on_leak, debug_sync_kernels)
         self._plans: dict[PlanKey, Plan] = {}
+        # The short way of launches: (handle, grid, block, shared memory, stream) -> (what takes the arguments, the
+        # plan's launcher, the state of the ledger that it holds for, grid and block as they were given, kinds).
+        self._kept: dict[tuple[Any, ...], tuple[Quick, Launcher, object, Any, Any, Any]] = {}
 
     def launch_typed(
         self,
@@ -49,29 +60,30 @@ class LaunchOps(KernelOps):
         args: Sequence[Argument],
         kinds: Sequence[Kind] | None = None,
     ) -> None:
-        # The short way: a known plan, plain arguments, pointers seen before, and nobody who follows launches. Each step
-        # is one that `_launch` takes too; whatever is not so goes there. Types are compared since 1.0 and True find the
-        # plan of 1.
+        # The short way: a launch like one before, plain arguments, pointers seen before, and nobody who follows
+        # launches. Each step is one that `_launch` takes too; whatever is not so goes there. Types are compared since
+        # 1.0 and True find what was kept for 1; of tuples that are the very ones kept it is known.
         if not (self._captures or self._watching or self._closed):
-            run = None
+            found: Any = False
             try:
-                plan = self._plans.get((func.value, tuple(grid), tuple(block), shared_mem, False))
+                x, y = tuple(grid), tuple(block)
+                quick, run, ledger, known_x, known_y, known_kinds = self._kept[func.value, x, y, shared_mem, stream]
                 if (
-                    plan is not None
+                    ledger is self._memory.resolved
                     and func.owner == self._id
                     and stream in self._streams
-                    and [*map(type, (stream, shared_mem, *grid, *block, *args))] == plan.call_classes
-                    and (kinds is None or kinds == plan.kinds)
+                    and type(stream) is type(shared_mem) is int
+                    and ((x is known_x and y is known_y) or _integers(x, y))
+                    and (kinds is None or kinds == known_kinds)
                 ):
-                    addresses = tuple(map(_address, plan.pick_pointers(args)))
-                    state, seen = plan.seen
-                    if state is self._memory.resolved and addresses in seen:
-                        run, scalars = plan.run, plan.pick_scalars(args)
-            except (AttributeError, TypeError):
+                    found = quick(args)
+            except _NOT_SO:
                 pass
-            if run is not None:
+            if found is True:
+                return
+            if found:
                 try:
-                    run(stream, addresses, scalars)  # type: ignore[arg-type]
+                    run(stream, *found)  # type: ignore[arg-type]
                     return
                 except (struct.error, OverflowError):
                     pass
@@ -105,6 +117,7 @@ class LaunchOps(KernelOps):
         with self._lock:
             for key in [k for k in self._plans if k[0] == kernel.value]:
                 del self._plans[key]
+            self._kept.clear()
 
     def _launch(
         self,
@@ -126,6 +139,7 @@ class LaunchOps(KernelOps):
                     plan = self._plans.get((func.value, tuple(grid), tuple(block), shared_mem, cooperative))
             except (AttributeError, TypeError):
                 pass  # the checks of a new plan say what it is
+            known = plan is not None
             if plan is None:
                 plan = self._checked_plan(func, grid, block, shared_mem, cooperative)
             raw = self._stream(stream)
@@ -143,6 +157,26 @@ class LaunchOps(KernelOps):
             raise
         if self._captures or self._watching:
             self._launched(plan, raw, plan.layout.merge(pointers, scalars), func, args)
+        elif known and not cooperative and type(stream) is int:
+            self._keep(func, plan, tuple(grid), tuple(block), stream)
+
+    def _keep(self, func: KernelHandle, plan: Plan, grid: tuple[Any, ...], block: tuple[Any, ...], stream: int) -> None:
+        """Let launches like one that was right take the short way from now on, until memory is freed."""
+        ledger, seen = plan.seen
+        if ledger is not self._memory.resolved:
+            return  # no plain arguments so far, or memory was freed meanwhile
+        key = (func.value, plan.grid, plan.block, plan.shared, stream)
+        kept = self._kept.get(key)
+        if kept is not None and kept[2] is ledger:
+            return
+        parts = self._device.quick_parts(plan.kernel, plan.grid, plan.block, plan.shared, stream)
+        make = quick_maker(plan.kinds, parts is not None)
+        if make is None:
+            return
+        with self._lock:
+            if len(self._kept) >= _MOST_PLANS:
+                self._kept.clear()
+            self._kept[key] = make(seen, parts, DevicePtr), plan.run, ledger, grid, block, plan.kinds
 
     def _plain(
         self, plan: Plan, args: Sequence[Argument], kinds: Sequence[Kind] | None

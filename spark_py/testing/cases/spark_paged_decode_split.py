@@ -28,6 +28,7 @@ SHAPES: tuple[Shape, ...] = (
     (11, 1, 64, 16, 1, LENGTHS),
     (3, 1, 64, 16, 0, LONG),
     (1, 1, 64, 16, 0, LONGER),
+    (18, 2, 64, 16, 0, LONG),
 )
 # Of a score: products are exact, sums as deep as a tensor core's may lose a bit at each step.
 SCORE_ERROR, WEIGHT_ERROR = 80 * 2.0**-23, 2.0**-16
@@ -93,7 +94,7 @@ def _splits(c: Call) -> Iterator[tuple[int, int, tuple[Array, ...]]]:
         start = sequence * c.q_stride
         query = c.Q[start : start + c.num_q_heads * c.head_dim].reshape(c.num_q_heads, c.head_dim)
         table = c.block_tables.reshape(-1)[sequence * c.table_stride :]
-        for split, (begin, end) in enumerate(splits_of(length, c.sliding_window)):
+        for split, (begin, end) in enumerate(splits_of(length, c.sliding_window, c.num_q_heads)):
             places = np.arange(begin, end)
             at = table[places // c.block_size].astype(np.int64) * c.cache_stride + places % c.block_size * row
             k, v = (
@@ -141,7 +142,7 @@ def merged(c: Call) -> tuple[Array, Array]:
     """Attention from splits in FP64, and the error that FP32 is allowed: [S, nq, hd] each."""
     exact, slack = f64(c.O).copy(), np.zeros(c.O.shape)
     for sequence, length in enumerate(c.seq_lens[:: c.lens_stride].tolist()):
-        count = len(splits_of(length, c.sliding_window))
+        count = len(splits_of(length, c.sliding_window, c.num_q_heads))
         if count:
             tops, weights = np.moveaxis(f64(c.sums[sequence, :, :count]), 2, 0)
             shares = np.exp(tops - tops.max(axis=1, keepdims=True))
@@ -172,7 +173,7 @@ def _merge_arguments(lengths: tuple[int, ...], heads: int, size: int, window: in
         partial = np.full((len(lengths), heads, MOST, size), np.nan, F32)
         sums = np.full((len(lengths), heads, MOST, 2), np.nan, F32)
         for sequence, length in enumerate(lengths):
-            count = len(splits_of(length, window))
+            count = len(splits_of(length, window, heads))
             partial[sequence, :, :count] = rng.standard_normal((heads, count, size))
             sums[sequence, :, :count, 0] = rng.standard_normal((heads, count)) * 3
             sums[sequence, :, :count, 1] = rng.uniform(1, 20, (heads, count))
@@ -206,5 +207,6 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         _merge((500, 70), 3, 256, 0, True),
         _merge((9000, 0, 300), 1, 192, 200, True, 3),
         _merge((100_000,), 1, 128, 0, False),
+        _merge((2500,), 18, 64, 0, False),
     ),
 }
