@@ -200,7 +200,7 @@ def test_what_is_timed_on_the_device_is_the_graph_alone(host: GpuBackend) -> Non
 
 def test_a_mode_that_a_rig_has_not(host: GpuBackend) -> None:
     live = host.live_bytes()
-    with pytest.raises(InvalidArgumentError, match=r"qwen3\.6-27b has bf16, fp8: a head with a dense FFN"):
+    with pytest.raises(InvalidArgumentError, match=r"qwen3\.6-27b has bf16, fp8, fp8\+nvfp4: a head with a dense FFN"):
         open_rig(host, shape_of("qwen3.6-27b"), "nvfp4", 20).__enter__()
     assert host.live_bytes() == live
 
@@ -252,7 +252,7 @@ def test_json_on_stdout_and_in_a_file(tmp_path: Path) -> None:
         (["--mode", "int4"], "'int4' is not one of 'bf16'"),
         (["--path", "lazy"], "'lazy' is not one of 'eager'"),
         (["--against", "jax"], "'jax' is not"),
-        (["--shape", "demo", "--mode", "mxfp4"], "--mode is 'mxfp4': demo has bf16, fp8, nvfp4"),
+        (["--shape", "demo", "--mode", "mxfp4"], "--mode is 'mxfp4': demo has bf16, fp8, fp8+nvfp4, nvfp4"),
         (["--shape", "deepseek-v4-flash", "--mode", "fp8"], "its projections are FP8 in mode mxfp4"),
         (["--shape", "minimax-m2"], "--shape is 'minimax-m2': takes a GPU: backend host runs demo"),
         (["--batch", "1"], "--batch is 1"),
