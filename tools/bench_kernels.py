@@ -46,7 +46,7 @@ def gemm(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     exact = a[-1].float() @ b[-1].float().T
     about = {"kernel": "dense_gemm_bf16_pipelined", "shape": f"{m} x {n} x {k}"}
     nbytes = 2.0 * (n * k + m * k + m * n)
-    return bench.row(f"gemm {m} x {n} x {k}", about, times, nbytes, 2.0 * m * n * k, out, exact)
+    return bench.row(about, times, nbytes, 2.0 * m * n * k, out, exact)
 
 
 def attention(
@@ -107,7 +107,7 @@ def attention(
     kernels = "spark_paged_decode_split, _merge" if split else "paged_decode_attn"
     about = {"kernel": kernels, "shape": f"{sequences} x {length} tokens, {heads}/{kv_heads} heads of {head_dim}"}
     flops = 4.0 * sequences * length * heads * head_dim
-    return bench.row(f"attention {about['shape']}, {kernels}", about, times, 4.0 * each, flops, out, exact)
+    return bench.row(about, times, 4.0 * each, flops, out, exact)
 
 
 def cases() -> list[Case]:

@@ -80,7 +80,7 @@ def bf16(bench: Bench, m: int, n: int, k: int, engine: bool = False) -> dict[str
     times = bench.times(run, _peers(bench, weights, x), count)
     exact = x.float() @ weights[-1].float().T
     about = {"format": "bf16", "kernel": function, "m": m, "n": n, "k": k}
-    return bench.row(f"bf16 {function} m={m} {n} x {k}", about, times, 2.0 * n * k, 2.0 * m * n * k, out, exact)
+    return bench.row(about, times, 2.0 * n * k, 2.0 * m * n * k, out, exact)
 
 
 def nvfp4(bench: Bench, m: int, n: int, k: int, engine: bool = False) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def nvfp4(bench: Bench, m: int, n: int, k: int, engine: bool = False) -> dict[st
     times = bench.times(run, _peers(bench, [wide], x), count)
     exact = x.float() @ wide.float().T * 0.0123
     about = {"format": "nvfp4", "kernel": names[1], "m": m, "n": n, "k": k}
-    return bench.row(f"nvfp4 {names[1]} m={m} {n} x {k}", about, times, nbytes, 2.0 * m * n * k, out, exact)
+    return bench.row(about, times, nbytes, 2.0 * m * n * k, out, exact)
 
 
 def fp8(bench: Bench, m: int, n: int, k: int, engine: bool = False) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def fp8(bench: Bench, m: int, n: int, k: int, engine: bool = False) -> dict[str,
     times = bench.times(run, _peers(bench, [wide], x), count)
     exact = x.float() @ wide.float().T * scales
     about = {"format": "fp8", "kernel": names[1], "m": m, "n": n, "k": k}
-    return bench.row(f"fp8 {names[1]} m={m} {n} x {k}", about, times, nbytes, 2.0 * m * n * k, out, exact)
+    return bench.row(about, times, nbytes, 2.0 * m * n * k, out, exact)
 
 
 def cases() -> list[Case]:

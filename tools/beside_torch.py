@@ -28,7 +28,7 @@ from spark_py.bench.random_weights import RandomWeights
 from spark_py.bench.timing import Bandwidth, ColdCache, Times, read_bandwidth
 from spark_py.runtime import DevicePtr, GpuBackend, open_backend
 
-__all__ = ["Bench", "Case", "Peers", "Run", "copies", "run_cases"]
+__all__ = ["Bench", "Case", "Peers", "Run", "copies", "row_of", "run_cases"]
 
 ROTATE_BYTES = 192 << 20
 """More than three times the L2 cache of any GPU so far."""
@@ -60,6 +60,31 @@ class Case:
 def copies(nbytes: int) -> int:
     """How many sets of inputs to rotate."""
     return max(2, min(64, math.ceil(ROTATE_BYTES / nbytes)))
+
+
+def row_of(
+    about: dict[str, Any], times: dict[str, Times], nbytes: float, flops: float, error: float, bandwidth: Bandwidth
+) -> dict[str, Any]:
+    """A row: `about` is what was measured; then bytes to read, the time, the floor and the quickest peer. `error`: the
+    largest difference over the largest magnitude. ValueError for a result that is wrong."""
+    if not error <= _LARGEST_ERROR:  # NaN too
+        raise ValueError(f"the result is {error:.3g} of its largest magnitude away from torch's")
+    ours, theirs = times[""], {name: each.us for name, each in times.items() if name}
+    quickest = min(theirs, key=lambda name: theirs[name])
+    floor = bandwidth.floor_us(nbytes)
+    return about | {
+        "MB": round(nbytes / 1e6, 2),
+        "us": round(ours.us, 2),
+        "min_us": round(ours.min_us, 2),
+        "max_us": round(ours.max_us, 2),
+        "floor_us": round(floor, 2),
+        "of_read_bandwidth": round(floor / ours.us, 3),
+        "torch_us": round(theirs[quickest], 2),
+        "torch_by": quickest,
+        "torch_over_ours": round(theirs[quickest] / ours.us, 3),
+        "TFLOP_per_s": round(flops / ours.us / 1e6, 2),
+        "error": round(error, 5),
+    }
 
 
 class Bench:
@@ -145,39 +170,12 @@ class Bench:
         return graph.replay, graph.reset
 
     def row(
-        self,
-        name: str,
-        about: dict[str, Any],
-        times: dict[str, Times],
-        nbytes: float,
-        flops: float,
-        result: Any,
-        exact: Any,
+        self, about: dict[str, Any], times: dict[str, Times], nbytes: float, flops: float, result: Any, exact: Any
     ) -> dict[str, Any]:
-        """One line of the result. `about` is what the case is, by name. ValueError for a result that is wrong."""
+        """One line of the result; see `row_of`."""
         self.release()
-        peak = float(exact.abs().max())
-        worst = float((result.float() - exact).abs().max()) / peak
-        if not worst <= _LARGEST_ERROR:  # NaN too
-            raise ValueError(f"{name}: the result is {worst:.3g} of its largest magnitude away from torch's")
-        ours, theirs = times[""], {name: each.us for name, each in times.items() if name}
-        quickest = min(theirs, key=lambda name: theirs[name])
-        floor = self.bandwidth.floor_us(nbytes)
-        return {
-            "case": name,
-            **about,
-            "MB": round(nbytes / 1e6, 2),
-            "us": round(ours.us, 2),
-            "min_us": round(ours.min_us, 2),
-            "max_us": round(ours.max_us, 2),
-            "floor_us": round(floor, 2),
-            "of_read_bandwidth": round(floor / ours.us, 3),
-            "torch_us": round(theirs[quickest], 2),
-            "torch_by": quickest,
-            "torch_over_ours": round(theirs[quickest] / ours.us, 3),
-            "TFLOP_per_s": round(flops / ours.us / 1e6, 2),
-            "error": round(worst, 5),
-        }
+        error = float((result.float() - exact).abs().max()) / float(exact.abs().max())
+        return row_of(about, times, nbytes, flops, error, self.bandwidth)
 
     def release(self) -> None:
         """Forget wrapped tensors."""
