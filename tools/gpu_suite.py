@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     say("environment")
     doctor = json_step(["-m", "spark_py.cli.main", "doctor", "--json"], args.output / "doctor.log", 60, env)
     benchmarks = Benchmarks(args.output, args.benchmark_limit, env, args.benchmark_device, say)
-    env = benchmarks.env
+    env = env if args.skip_benchmark else benchmarks.env
 
     def test() -> dict[str, Any]:
         say("tests")
