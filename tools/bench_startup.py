@@ -81,7 +81,7 @@ def kernels(arch: str, workers: int, keep: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as own:
         folder = None if keep else Path(own) / "cache"
 
-        # Processes, since NVRTC compiles one program at a time in each.
+        # Processes, which have no lock in common.
         def in_processes() -> list[tuple[float, str]]:
             with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
                 return [done.result() for done in [pool.submit(_compiled, file, arch, folder) for file in files]]
