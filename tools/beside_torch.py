@@ -73,7 +73,7 @@ def row_of(
     quickest = min(theirs, key=lambda name: theirs[name])
     floor = bandwidth.floor_us(nbytes)
     return about | {
-        "MB": round(nbytes / 1e6, 2),
+        "MB": round(nbytes / 1e6, 3),
         "us": round(ours.us, 2),
         "min_us": round(ours.min_us, 2),
         "max_us": round(ours.max_us, 2),

@@ -76,6 +76,8 @@ def measured() -> dict[str, Any]:
     ]
     found: dict[str, Any] = {DRAFTS[shape]: {"rows": rows} for shape, rows in by_shape.items()}
     found |= {"products": {"rows": products}, "kernels": {"rows": attention}, BESIDE_TORCH: {"rows": peers}}
+    for values in found.values():
+        values |= {"read_GB_per_s": 4000.0, "read_by": "a sum"}
     found["launch"] = launch | {"over_ctypes": 1.05, "device": "a GPU"}
     return {name: {"ok": True, "seconds": 1.0, "beside": "nothing", "values": values} for name, values in found.items()}
 
@@ -191,6 +193,23 @@ def test_what_was_not_measured_is_never_reached(name: str) -> None:
         assert bool(changed) == counts, row
 
 
+def test_floors_stand_on_the_median_of_all_readings() -> None:
+    """Not on that of the program whose row it is, nor on what the row itself says."""
+    benchmarks = measured()
+    values = benchmarks[DRAFTS["deepseek-v4-flash"]]["values"]
+    row = row_in(benchmarks, DRAFTS["deepseek-v4-flash"], path="graph")
+    row["us"] = 250.0 * 1.499
+    values["read_GB_per_s"], row["floor_us"], row["of_floor"] = 8000.0, 1.0, 9.0
+    assert states(benchmarks)[7] == "yes"
+    for name, each in benchmarks.items():
+        if name != "launch":
+            each["values"]["read_GB_per_s"] = 4010.0
+    assert states(benchmarks)[7] == "no"
+    for each in benchmarks.values():
+        each["values"].pop("read_GB_per_s", None)
+    assert {line for line, state in states(benchmarks).items() if state == "yes"} == {8, 9, 10}
+
+
 def test_a_miss_shows_beside_what_was_not_measured() -> None:
     benchmarks = measured()
     del benchmarks[BESIDE_TORCH]
@@ -200,12 +219,13 @@ def test_a_miss_shows_beside_what_was_not_measured() -> None:
 
 def test_the_tables() -> None:
     benchmarks = measured()
-    benchmarks["products"]["values"] |= {"read_GB_per_s": 4123.4, "read_by": "a sum"}
+    benchmarks["products"]["values"]["read_GB_per_s"] = 4123.4
+    benchmarks["kernels"]["values"]["read_GB_per_s"] = 3990.0
     row_in(benchmarks, "products", kernel="spark_gemv_rows", n=12288)["us"] *= 1.2
     text = "\n".join(render_goals(goals_of(benchmarks), benchmarks))
     assert "Reached 10 of 11, missed 1, not measured 0." in text
     assert "0.792 of the read bandwidth (12288 x 5120)" in text
-    assert "products 4123" in text
+    assert "at 4000 GB/s, the median of what 6 programs of the run read, 3990 to 4123, each before" in text
     assert "| 10 | launch_typed, 10 changing arguments | times the quickest ctypes | 1.053 | <= 1.15 | yes |" in text
     empty = "\n".join(render_goals(goals_of({}), {}))
     assert "Reached 0 of 11, missed 0, not measured 11." in empty
