@@ -124,6 +124,7 @@ class Bench:
         found: dict[str, list[float]] = {name: [] for name in graphs}
         gpu, stream = self.gpu, self.stream
         start, end = gpu.create_event(timing=True), gpu.create_event(timing=True)
+        self._cold.awake(stream)
         with self.torch.cuda.stream(self.torch_stream):
             for repeat in range(self.repeats + _WARM_UP):
                 for name, (replay, _) in graphs.items():

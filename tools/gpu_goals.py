@@ -4,8 +4,8 @@
 A line has one or several checks, each a number of one row (or two) and a bound; it is reached when all of them are. A
 number that is not there is "not measured", and so is its line, unless another check of it has failed.
 
-All floors here stand on one read bandwidth, the median of what the run's programs measured: on one GPU their readings
-lie within 4 % of each other, so that a line could be reached or missed by which program its row is of.
+All floors here stand on one read bandwidth, the median of what the run's programs measured, so that no line is reached
+or missed by which program its row is of.
 """
 
 from __future__ import annotations

@@ -214,6 +214,7 @@ def measure_path(rig: Rig, path: BenchPath, action: Callable[[], object], repeat
 
     with rig.way(path):
         counted = count_work(gpu, action)
+        rig.cold.awake(stream)
         wall = measure(action, repeats, ready)
         graph = graph_of(gpu, action, stream) if path.graph else None
         device = None if graph is None else measure_queued(gpu, stream, graph, repeats, rig.cold)
