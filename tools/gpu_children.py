@@ -95,14 +95,14 @@ def pytest_run(prefix: list[str], arguments: list[str], log: Path, limit: float,
 
 
 def json_step(script: list[str], log: Path, limit: float, env: dict[str, str]) -> dict[str, Any]:
-    """Run a script that prints one JSON object on stdout; {"ok", "values"} or {"ok", "message"}."""
+    """Run a script that prints one JSON object on stdout; {"ok", "seconds"} and "values", "message" or both: a script
+    that the limit interrupts, or that fails, may still have printed what it had."""
     done = run([sys.executable, *script], log, limit, env)
-    if done.returncode is None:
-        return {"ok": False, "message": f"stopped after {limit:g} s"}
+    ended = f"stopped after {limit:g} s" if done.returncode is None else f"exit code {done.returncode}"
+    result: dict[str, Any] = {"ok": done.returncode == 0, "seconds": round(done.seconds, 1)}
     try:
-        values = json.loads(done.stdout)
+        result["values"] = json.loads(done.stdout)
     except json.JSONDecodeError as error:
-        return {"ok": False, "message": f"exit code {done.returncode}, stdout is no JSON object: {error}"}
-    if done.returncode != 0:
-        return {"ok": False, "values": values, "message": f"exit code {done.returncode}"}
-    return {"ok": True, "values": values}
+        missing = "" if done.returncode is None else f", stdout is no JSON object: {error}"
+        return result | {"ok": False, "message": ended + missing}
+    return result if result["ok"] else result | {"message": ended}

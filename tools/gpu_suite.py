@@ -2,6 +2,7 @@
 """Tests, compute-sanitizer and the benchmarks on a GPU; writes results.json and RESULTS.md.
 
     python tools/gpu_suite.py --output docs/gpu [--commit SHA] [--trees FILE]
+    python tools/gpu_suite.py --bench --output docs/gpu     # the benchmarks alone
 
 Exit code: 0 all clean, 1 something failed, 3 nothing failed but compute-sanitizer cannot attach on this machine.
 The results are written in each case. docs/gpu/README.md describes them. Needs no installed package, only its
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +25,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.gpu_benchmarks import BESIDE, QUIET, Benchmarks
 from tools.gpu_children import json_step, pytest_run
+from tools.gpu_goals import goals_of
+from tools.gpu_report import counts_of, render
 from tools.gpu_sanitizer import sanitize
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = (
     "cuda_src",
+    "spark_py/bench",
     "spark_py/ops",
     "spark_py/model/layers",
     "spark_py/runtime/checked",
@@ -44,36 +50,7 @@ TREES = (
 
 CPU_ROOMS = ("--ignore=tests/emulator", "--ignore=tests/tools")
 """Tests that take minutes of a CPU and have no use for a GPU."""
-_DEMO_COLUMNS = (
-    "quantization",
-    "hidden_mode",
-    "drafter_prefill",
-    "num_drafts",
-    "row_policy",
-    "refeed",
-    "acceptance_rate",
-    "per_position",
-    "mean_accepted_length",
-    "verify_steps",
-    "new_tokens",
-    "tokens_per_second",
-    "identical_to_greedy",
-)
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-_BENCH = ["-m", "spark_py.cli.main", "bench", "--backend", "cuda", "--repeats", "15"]
-BENCHMARKS = {
-    "launch": ["tools/bench_launch.py"],
-    "kernels": ["tools/bench_kernels.py"],
-    "drafts": ["tools/bench_propose.py"],
-    "drafts of DeepSeek-V4": [*_BENCH, "--shape", "deepseek-v4-flash", "--mode", "mxfp4", "--json"],
-    "DeepSeek-V4 by parts": ["tools/bench_v4.py", "--repeats", "15"],
-    "drafts of a MiniMax-M2 module": [*_BENCH, "--shape", "minimax-m2", "--json"],
-    "drafts beside torch": [
-        *_BENCH, "--shape", "qwen3.6-27b", "--mode", "bf16", "--path", "graph", "--path", "chain",
-        "--against", "torch", "--compile-limit", "90", "--json",
-    ],
-    "start-up": ["tools/bench_startup.py", "--gb", "1"],
-}  # fmt: skip
 
 
 def _demo(backend: str, family: str) -> list[str]:
@@ -129,87 +106,18 @@ def head(path: str = "") -> str:
         return ""
 
 
-def render(results: dict[str, Any]) -> str:
-    """RESULTS.md from results.json: nothing in it that is not in the JSON."""
-    lines = ["# Results on a GPU", "", "Made from results.json by tools/gpu_suite.py.", ""]
-    lines += [f"- {key}: {value}" for key, value in results["environment"].items()]
-    lines += [f"- commit: {results['commit'] or 'unknown'}", f"- date: {results['date']}"]
-    lines += [f"- clean: {'yes' if results['clean'] else 'no'}"]
-    lines += [f"- problem: {text}" for text in results["problems"]]
-    tests = results["tests"]
-    lines += ["", "## Tests", "", _counts(tests)]
-    lines += [f"- failed: {text}" for text in tests.get("failures", [])]
-    lines += [f"- skipped {count}: {reason}" for reason, count in sorted(tests.get("skips", {}).items())]
-    sanitizer = results["sanitizer"]
-    lines += ["", "## compute-sanitizer", ""]
-    if not sanitizer["available"]:
-        lines.append(f"Not run: {sanitizer['message']}")
-    else:
-        lines += ["| tool | summary | tests | a kernel with such a fault |", "|---|---|---|---|"]
-        for tool, result in sanitizer["tools"].items():
-            cells = [tool, result["summary"] or "no summary line", _counts(result), result["control"]["summary"]]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines += ["", f"Kernels looked up under it: {len(sanitizer['kernels'])}."]
-        if sanitizer["kernels_not_run"]:
-            lines.append(f"Kernels tested, but not under it: {', '.join(sanitizer['kernels_not_run'])}.")
-    lines += ["", "## Demo checkpoint, and the CPU beside the GPU"]
-    for name, step in results["demo"].items():
-        lines += ["", f"### {name}", ""]
-        lines += _table(_short(step["values"])) if "values" in step else []
-        lines += [f"Not complete: {step['message']}"] if "message" in step else []
-    lines += ["", "## Benchmarks"]
-    for name, benchmark in results["benchmarks"].items():
-        lines += ["", f"### {name}", ""]
-        lines += _table(benchmark["values"]) if "values" in benchmark else []
-        lines += [f"Not complete: {benchmark['message']}"] if "message" in benchmark else []
-    lines += ["", "## Trees", "", "| path | hash |", "|---|---|"]
-    lines += [f"| {path} | {value} |" for path, value in results["trees"].items()]
-    return "\n".join(lines) + "\n"
-
-
-def _table(values: dict[str, Any]) -> list[str]:
-    """A benchmark's JSON as Markdown: plain values as a list, rows (or objects by name) as a table."""
-    objects = {key: value for key, value in values.items() if isinstance(value, dict)}
-    rows = values.get("rows") or [{"": name, **row} for name, row in objects.items()]
-    lines = [f"- {key}: {value}" for key, value in values.items() if not isinstance(value, dict | list)]
-    lines += [f"- note: {note}" for note in values.get("notes", [])]
-    if rows:
-        lines += ["", f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
-        lines += [f"| {' | '.join(_number(value) for value in row.values())} |" for row in rows]
-    return lines
-
-
-def _short(values: dict[str, Any]) -> dict[str, Any]:
-    """The demo's JSON without its texts and ids, one row a run."""
-    if "runs" not in values:
-        return values
-    return {"rows": [{k: v for k, v in run.items() if k in _DEMO_COLUMNS} for run in values["runs"]]}
-
-
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1e4 else str(value)
-
-
-def _counts(result: dict[str, Any]) -> str:
-    if "passed" not in result:
-        return str(result.get("message", "no counts"))
-    counts = ", ".join(f"{result[key]} {key}" for key in ("passed", "failed", "errors", "skipped"))
-    message = f"{result['message']}: " if "message" in result else ""
-    return f"{message}{counts} in {result['seconds']} s"
-
-
 def problems_of(results: dict[str, Any], expected: dict[str, str] | None) -> list[str]:
     """What keeps the run from being clean, one line each; skipped steps and a missing sanitizer are not among them."""
     problems = []
     if expected is not None and expected != results["trees"]:
         differing = sorted(p for p in {*expected, *results["trees"]} if expected.get(p) != results["trees"].get(p))
         problems.append(f"files differ from the commit's: {', '.join(differing)}")
-    if not results["tests"]["ok"]:
-        problems.append(f"tests: {_counts(results['tests'])}")
+    if not results["tests"]["ok"] and not results["tests"].get("skipped"):
+        problems.append(f"tests: {counts_of(results['tests'])}")
     for tool, result in results["sanitizer"].get("tools", {}).items():
         if not result["ok"]:
             known = "" if result["control"]["ok"] else "; a fault that is there was not seen"
-            problems.append(f"{tool}: {result['summary'] or 'no summary line'}; {_counts(result)}{known}")
+            problems.append(f"{tool}: {result['summary'] or 'no summary line'}; {counts_of(result)}{known}")
     for name, step in results["demo"].items():
         if not step["ok"]:
             problems.append(f"demo {name}: {step['message']}")
@@ -221,7 +129,7 @@ def problems_of(results: dict[str, Any], expected: dict[str, str] | None) -> lis
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Run tests, compute-sanitizer and the benchmark on a GPU.")
+    parser = argparse.ArgumentParser(description="Run tests, compute-sanitizer and the benchmarks on a GPU.")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for results and logs")
     parser.add_argument("--commit", default="", metavar="SHA", help="commit that runs (default: git's HEAD)")
     parser.add_argument(
@@ -230,6 +138,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="JSON map path -> git hash that the files must have (default: HEAD's)",
     )
+    parser.add_argument("--bench", action="store_true", help="the benchmarks and their goals alone; never clean")
     parser.add_argument("--seed", default="0", help="seed of the tests (default: 0)")
     parser.add_argument("--skip-sanitizer", action="store_true", help="leave compute-sanitizer out; never clean")
     parser.add_argument("--skip-benchmark", action="store_true", help="leave the benchmarks out; never clean")
@@ -242,12 +151,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--benchmark-device", metavar="N", help="run the benchmarks at the same time, on a GPU of their own"
     )
     parser.add_argument("--benchmark-limit", type=float, default=180, metavar="S", help="seconds for each benchmark")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.bench and args.skip_benchmark:
+        parser.error("--bench and --skip-benchmark leave nothing to run")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run all steps; the exit code."""
     args = parse_arguments(argv)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's background job ignores interrupts, and its children would: they are how a child is told its time.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     args.output = args.output.resolve()
     args.output.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -260,6 +175,8 @@ def main(argv: list[str] | None = None) -> int:
 
     say("environment")
     doctor = json_step(["-m", "spark_py.cli.main", "doctor", "--json"], args.output / "doctor.log", 60, env)
+    benchmarks = Benchmarks(args.output, args.benchmark_limit, env, args.benchmark_device, say)
+    env = env if args.skip_benchmark else benchmarks.env
 
     def test() -> dict[str, Any]:
         say("tests")
@@ -279,28 +196,28 @@ def main(argv: list[str] | None = None) -> int:
         say("demo")
         return {n: json_step(c, args.output / "demo.log", args.demo_limit, env) for n, c in DEMO.items()}
 
-    def measure() -> dict[str, Any]:
-        own = env if args.benchmark_device is None else {**env, "CUDA_VISIBLE_DEVICES": args.benchmark_device}
-        found: dict[str, Any] = {}
-        for name, script in BENCHMARKS.items():
-            if args.skip_benchmark:
-                found[name] = skipped
-                continue
-            say(f"benchmark: {name}")
-            log = args.output / f"benchmark_{name.replace(' ', '_')}.log"
-            found[name] = json_step(script, log, args.benchmark_limit, own)
-        return found
-
-    with ThreadPoolExecutor(3 if args.side_by_side else 1) as pool, ThreadPoolExecutor(1) as other:
-        steps = [pool.submit(step) for step in (test, sanitizing, demonstrate)]
-        beside = None if args.benchmark_device is None else other.submit(measure)
-        tests, sanitizer, demo = (step.result() for step in steps)
-        benchmarks = measure() if beside is None else beside.result()
+    if args.skip_benchmark:
+        benchmarks.leave_out("left out by option")
+    else:
+        benchmarks.run(QUIET, "nothing")
+    tests, sanitizer, demo = dict(skipped), {"available": False, **skipped}, dict[str, Any]()
+    if args.bench:
+        benchmarks.run(BESIDE, "nothing")
+    else:
+        with ThreadPoolExecutor(3 if args.side_by_side else 1) as pool:
+            steps = [pool.submit(step) for step in (test, sanitizing, demonstrate)]
+            if args.benchmark_device is not None and not args.skip_benchmark:
+                benchmarks.run(BESIDE, "the tests, on another GPU")
+            tests, sanitizer, demo = (step.result() for step in steps)
+        if args.benchmark_device is None and not args.skip_benchmark:
+            benchmarks.run(BESIDE, "nothing")
+    benchmarks.close()
     kernels: set[str] = set()
     kernels.update(*(result.pop("kernels", []) for result in sanitizer.get("tools", {}).values()))
     not_run = set(tests.pop("kernels", [])) - kernels
     sanitizer.update(kernels=sorted(kernels), kernels_not_run=sorted(not_run))
     results: dict[str, Any] = {
+        "ran": "the benchmarks alone" if args.bench else "everything",
         "environment": environment_of(doctor),
         "commit": args.commit or head(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -308,19 +225,22 @@ def main(argv: list[str] | None = None) -> int:
         "tests": tests,
         "sanitizer": sanitizer,
         "demo": demo,
-        "benchmarks": benchmarks,
+        "benchmarks": benchmarks.found,
+        "goals": goals_of(benchmarks.found),
     }
     results["problems"] = problems_of(results, expected)
-    skips = args.skip_sanitizer or args.skip_benchmark
+    skips = args.bench or args.skip_sanitizer or args.skip_benchmark
     results["clean"] = not results["problems"] and sanitizer["available"] and not skips
     text = portable(json.dumps(results, indent=2))
     (args.output / "results.json").write_text(text + "\n")
     (args.output / "RESULTS.md").write_text(render(json.loads(text)))
     for text in results["problems"]:
         say(f"problem: {text}")
+    for goal in results["goals"]:
+        say(f"goal {goal['line']}, {goal['what']}: {goal['reached']}; {goal['measured']}")
     if results["problems"]:
         return 1
-    if not sanitizer["available"] and not args.skip_sanitizer:
+    if not sanitizer["available"] and not args.bench and not args.skip_sanitizer:
         say(f"compute-sanitizer cannot attach: {sanitizer['message']}")
         return 3
     return 0

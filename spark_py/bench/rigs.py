@@ -188,10 +188,11 @@ def open_rig(
             module = v4_weights(make, V4Shapes.of(c), mode)
             head = DeepseekV4MtpHead(module, table, lm_head, c, gpu, 0, max_seq_len, levers)
         else:
-            weights, quant = head_weights(make, c), MtpQuantization.parse(mode)
+            dense, _, packed = mode.partition("+")
+            weights, quant = head_weights(make, c), MtpQuantization.parse(dense)
             drafting: Any = lm_head
-            if quant is MtpQuantization.NVFP4:
-                quantizer = Quantizer(gpu, quant, gpu.default_stream())
+            if MtpQuantization.NVFP4.value in (dense, packed):
+                quantizer = Quantizer(gpu, MtpQuantization.NVFP4, gpu.default_stream())
                 stack.callback(quantizer.release)
                 drafting = quantizer.proj("lm_head", lm_head, c.vocab_size, c.hidden_size)
             head = MtpHead(weights, table, drafting, None, c, gpu, quant, 0, max_seq_len, 1 << 20, levers)
@@ -213,6 +214,7 @@ def measure_path(rig: Rig, path: BenchPath, action: Callable[[], object], repeat
 
     with rig.way(path):
         counted = count_work(gpu, action)
+        rig.cold.awake(stream)
         wall = measure(action, repeats, ready)
         graph = graph_of(gpu, action, stream) if path.graph else None
         device = None if graph is None else measure_queued(gpu, stream, graph, repeats, rig.cold)

@@ -111,7 +111,8 @@ class BenchPlan:
 
 
 def run_bench(plan: BenchPlan, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """All rows, and what they were measured with, as the JSON output has them; `say` hears of each row at once."""
+    """All rows, and what they were measured with, as the JSON output has them; `say` hears of each row at once. Where
+    it is interrupted, the rows so far, and a note."""
     with open_backend(plan.backend) as gpu:
         shapes = plan.chosen(gpu)
         bandwidth = read_bandwidth(gpu)
@@ -124,9 +125,12 @@ def run_bench(plan: BenchPlan, say: Callable[[str], None] = lambda line: None) -
             found["torch"] = require_torch().__version__
         notes: list[str] = []
         rows = []
-        for row in _rows(plan, gpu, shapes, bandwidth, notes):
-            say(f"{row.shape} {row.mode}, {row.by}, {row.path}: {row.us:.1f} us, {row.wall_us:.1f} in all")
-            rows.append(asdict(row))
+        try:
+            for row in _rows(plan, gpu, shapes, bandwidth, notes):
+                say(f"{row.shape} {row.mode}, {row.by}, {row.path}: {row.us:.1f} us, {row.wall_us:.1f} in all")
+                rows.append(asdict(row))
+        except KeyboardInterrupt:
+            notes.append("interrupted: these are the rows so far")
         if bandwidth is None:
             notes.append(
                 "no floor: on a CPU a draft's time is that of arithmetic in NumPy, not that of reading weights"

@@ -17,8 +17,10 @@ __all__ = ["DRAFT_VOCAB", "MODES", "NAMES", "BenchShape", "Reads", "bytes_read",
 
 DRAFT_VOCAB = 100_000
 """Rows of the tables of the shapes that have more: the default of the engine's command line for its drafts."""
-MODES = ("bf16", "fp8", "nvfp4", "mxfp4")
-_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+MODES = ("bf16", "fp8", "fp8+nvfp4", "nvfp4", "mxfp4")
+"""fp8+nvfp4: the head in FP8 over a target whose LM head is NVFP4, as `--mtp-quantization fp8` has it there."""
+_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8+nvfp4": 1.0, "nvfp4": 0.5625}
+_LM_HEAD_BYTES = {"bf16": 2.0, "fp8": 2.0, "fp8+nvfp4": 0.5625, "nvfp4": 0.5625}
 _MXFP4_BYTES = 17 / 32
 
 _QWEN: dict[str, Any] = {
@@ -64,11 +66,11 @@ _CONFIGS: Mapping[str, dict[str, Any]] = MappingProxyType(
 )  # fmt: skip
 NAMES = tuple(_CONFIGS)
 _MODES_OF = {
-    "qwen3.6-27b": ("bf16", "fp8"),
+    "qwen3.6-27b": ("bf16", "fp8", "fp8+nvfp4"),
     "qwen3-next-80b": ("bf16", "fp8", "nvfp4"),
     "deepseek-v4-flash": ("bf16", "mxfp4"),
     "minimax-m2": ("bf16", "fp8", "nvfp4"),
-    "demo": ("bf16", "fp8", "nvfp4"),
+    "demo": ("bf16", "fp8", "fp8+nvfp4", "nvfp4"),
 }
 _WHY_NOT = {
     ("qwen3.6-27b", "nvfp4"): "a head with a dense FFN is not offered in nvfp4",
@@ -141,7 +143,7 @@ def bytes_read(shape: BenchShape, mode: str, context: int) -> Reads:
     h, each, packed = c.hidden_size, _WEIGHT_BYTES[mode], mode == "nvfp4"
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shared = each * (2 * h * h + (2 if c.attn_gated else 1) * q * h + 2 * kv * h + h * q)
-    shared += c.vocab_size * h * (each if packed else 2.0)
+    shared += c.vocab_size * h * _LM_HEAD_BYTES[mode]
     own = 2.0 * kv * context * (1.0 if packed else 2.0)
     if not c.num_experts:
         return Reads(shared + each * 3 * h * c.intermediate_size, own)

@@ -34,6 +34,11 @@ __all__ = [
 _COLD_ROWS, _COLD_COLUMNS = 16384, 8192
 COLD_BYTES = 2 * _COLD_ROWS * _COLD_COLUMNS
 """256 MiB: more than twice the L2 cache of any GPU so far."""
+_WARM_READS = 1500
+"""A tenth of a second of an H200. After a second without work its memory reads a tenth slower for some 20 ms."""
+_WARM_SECONDS = 0.25
+_COLD_READS = 8
+"""Half a millisecond of an H200: what the host has to queue a graph in, on a machine with other things to do."""
 _SUM_BYTES = 4 << 30
 _WARM_UP, _SUMS = 3, 12
 
@@ -94,7 +99,10 @@ def measure_graph(gpu: GpuBackend, stream: int, action: Callable[[], object], re
             gpu.launch_graph(graph, stream)
         gpu.synchronize(stream)
 
+    until = time.monotonic() + (_WARM_SECONDS if gpu.name == "cuda" else 0.0)
     try:
+        while time.monotonic() < until:
+            replay()
         times = measure(replay, repeats, lambda: gpu.synchronize(stream))
     finally:
         gpu.destroy_graph(graph)
@@ -136,13 +144,14 @@ def graph_of(gpu: GpuBackend, action: Callable[[], object], stream: int) -> Call
 def measure_queued(
     gpu: GpuBackend, stream: int, queue: Callable[[], object], repeats: int, cold: Callable[[int], None]
 ) -> Times:
-    """Times on the device, between events, of what `queue` queues on `stream`. `cold` is queued before the first event:
-    while it runs the host queues the rest, so that the time of queueing is none of the device's."""
+    """Times on the device, between events, of what `queue` queues on `stream`. `cold` is queued before the first event,
+    several times: while it runs the host queues the rest, so that the time of queueing is none of the device's."""
     start, end = gpu.create_event(timing=True), gpu.create_event(timing=True)
     times = []
     try:
         for repeat in range(repeats + _WARM_UP):
-            cold(stream)
+            for _ in range(_COLD_READS):
+                cold(stream)
             gpu.record_event(start, stream)
             queue()
             gpu.record_event(end, stream)
@@ -170,6 +179,12 @@ class ColdCache:
         if not self._matrix.weight.is_null:
             n, k = _COLD_ROWS, _COLD_COLUMNS
             dense_gemv(self._gpu, self._kernel, self._x, self._matrix, self._out, n, k, stream)
+
+    def awake(self, stream: int) -> None:
+        """Keep the device busy until its clocks are those of a device at work, and wait for it: before timing."""
+        for _ in range(0 if self._matrix.weight.is_null else _WARM_READS):
+            self(stream)
+        self._gpu.synchronize(stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +222,16 @@ def read_bandwidth(gpu: GpuBackend) -> Bandwidth | None:
 
 
 def _torch_sum(torch: Any, values: Any) -> float:
+    """One sum runs while the host queues the next, which is timed: on an idle device the time of queueing it, more on a
+    machine with other things to do, would count as the memory's. Others run before, since a device that wakes up reads
+    slower."""
     tensor, times = torch.as_tensor(values, device="cuda"), list[float]()
+    until = time.monotonic() + _WARM_SECONDS
+    while time.monotonic() < until:
+        float(tensor.sum())
     for _ in range(_SUMS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        tensor.sum()
         start.record()
         tensor.sum()
         end.record()
@@ -219,8 +241,11 @@ def _torch_sum(torch: Any, values: Any) -> float:
 
 
 def _array_sum(values: Any) -> float:
-    """Four sums behind each other a time, so that the host's part does not show."""
+    """Four sums behind each other a time, so that the host's part does not show; others before, as above."""
     times = []
+    until = time.monotonic() + _WARM_SECONDS
+    while time.monotonic() < until:
+        float(values.sum())
     for _ in range(_SUMS):
         start = time.perf_counter()
         sums = [values.sum() for _ in range(4)]

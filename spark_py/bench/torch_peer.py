@@ -272,6 +272,7 @@ class TorchPeer:
         try:
             # On a stream that both sides know, so that the cache is emptied in order.
             with torch.cuda.stream(outer):
+                self.rig.cold.awake(stream)
                 wall = measure(lambda: self.propose(run), repeats, ready)
                 device = None if run == self.step else measure_queued(gpu, stream, run, repeats, self.rig.cold)
         finally:

@@ -35,6 +35,7 @@ from spark_py.bench.v4_parts import V4_SHAPES, v4_rows
 from spark_py.cli.demo import DEMO_MODELS
 from spark_py.cli.main import cli
 from spark_py.model.config import ModelConfig
+from spark_py.model.weight_map import Fp8DenseWeight, QuantizedWeight
 from spark_py.runtime import GpuBackend, open_backend
 from spark_py.runtime.errors import InvalidArgumentError, UnsupportedError
 
@@ -69,6 +70,8 @@ def test_bytes_of_a_dense_draft() -> None:
     assert found.rows(1) == 2 * (weights + vocab * h) + 2 * 2 * kv * 4096
     assert found.rows(8) - found.rows(1) == 7 * 2 * 2 * kv * 4096
     assert bytes_read(shape_of("qwen3.6-27b"), "fp8", 4096).rows(1) == found.rows(1) - weights
+    packed_head = found.rows(1) - weights - (2 - 9 / 16) * vocab * h
+    assert bytes_read(shape_of("qwen3.6-27b"), "fp8+nvfp4", 4096).rows(1) == packed_head
 
 
 def test_bytes_are_those_of_the_tensors(host: GpuBackend) -> None:
@@ -85,6 +88,13 @@ def test_bytes_are_those_of_the_tensors(host: GpuBackend) -> None:
         found = bytes_read(shape, "bf16", 20)
         assert found.shared == sum(2 * int(np.prod(tensor.shape)) for tensor in tensors)  # type: ignore[union-attr]
         assert (found.expert, found.experts, found.top_k) == (expert, len(w.experts), 2)
+
+
+def test_fp8_over_a_packed_lm_head(host: GpuBackend) -> None:
+    with open_rig(host, shape_of("demo"), "fp8+nvfp4", 20, 2) as rig:
+        head: Any = rig.head
+        kinds = {type(weight) for weight in (head.fc, head.q_proj, head.k_proj, head.o_proj)}
+        assert (kinds, type(head.lm_head)) == ({Fp8DenseWeight}, QuantizedWeight)
 
 
 def test_experts_that_several_rows_choose_are_read_once() -> None:
@@ -140,6 +150,7 @@ def drafts_of(rig: Rig, drafts: int, at: int, graph: bool) -> tuple[list[int], A
     ("shape", "mode"),
     [
         (shape_of("demo"), "nvfp4"),
+        (shape_of("demo"), "fp8+nvfp4"),
         (small("minimax_m2", "bf16"), "bf16"),
         (small("deepseek_v4", "bf16", "mxfp4"), "mxfp4"),
         (small("deepseek_v4", "bf16", "mxfp4"), "bf16"),
@@ -200,7 +211,7 @@ def test_what_is_timed_on_the_device_is_the_graph_alone(host: GpuBackend) -> Non
 
 def test_a_mode_that_a_rig_has_not(host: GpuBackend) -> None:
     live = host.live_bytes()
-    with pytest.raises(InvalidArgumentError, match=r"qwen3\.6-27b has bf16, fp8: a head with a dense FFN"):
+    with pytest.raises(InvalidArgumentError, match=r"qwen3\.6-27b has bf16, fp8, fp8\+nvfp4: a head with a dense FFN"):
         open_rig(host, shape_of("qwen3.6-27b"), "nvfp4", 20).__enter__()
     assert host.live_bytes() == live
 
@@ -245,6 +256,19 @@ def test_json_on_stdout_and_in_a_file(tmp_path: Path) -> None:
     assert on_stdout.keys() == in_file.keys()
 
 
+def test_what_was_measured_before_an_interrupt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = run._paths
+
+    def interrupted(plan: Any, *rest: Any) -> Iterator[run.BenchRow]:
+        yield next(measured(plan, *rest))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_paths", interrupted)
+    found = run_bench(BenchPlan("host", modes=("bf16",), context=20, repeats=1))
+    assert [row["path"] for row in found["rows"]] == ["eager"]
+    assert found["notes"][0] == "interrupted: these are the rows so far"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -252,7 +276,7 @@ def test_json_on_stdout_and_in_a_file(tmp_path: Path) -> None:
         (["--mode", "int4"], "'int4' is not one of 'bf16'"),
         (["--path", "lazy"], "'lazy' is not one of 'eager'"),
         (["--against", "jax"], "'jax' is not"),
-        (["--shape", "demo", "--mode", "mxfp4"], "--mode is 'mxfp4': demo has bf16, fp8, nvfp4"),
+        (["--shape", "demo", "--mode", "mxfp4"], "--mode is 'mxfp4': demo has bf16, fp8, fp8+nvfp4, nvfp4"),
         (["--shape", "deepseek-v4-flash", "--mode", "fp8"], "its projections are FP8 in mode mxfp4"),
         (["--shape", "minimax-m2"], "--shape is 'minimax-m2': takes a GPU: backend host runs demo"),
         (["--batch", "1"], "--batch is 1"),

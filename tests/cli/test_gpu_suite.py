@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from tools import gpu_benchmarks as benchmarks
 from tools import gpu_children as children
 from tools import gpu_sanitizer as sanitizer
 from tools import gpu_suite as suite
+from tools.gpu_goals import goals_of
 
 SEEN = {"ok": True, "faults": 1, "summary": "ERROR SUMMARY: 1 error"}
 CLEAN = "========= COMPUTE-SANITIZER\n12 passed in 3.2s\n========= ERROR SUMMARY: 0 errors\n"
@@ -115,6 +117,7 @@ def _results(**changed: Any) -> dict[str, Any]:
     counts = {"passed": 5, "failed": 0, "errors": 0, "skipped": 1, "skips": {"why": 1}, "failures": [], "seconds": 1.0}
     tool = {**counts, "ok": True, "faults": 0, "summary": "ERROR SUMMARY: 0 errors", "control": SEEN}
     results = {
+        "ran": "everything",
         "environment": {"device": "a GPU"},
         "commit": "c0ffee",
         "date": "2025-01-01T00:00:00+00:00",
@@ -123,6 +126,7 @@ def _results(**changed: Any) -> dict[str, Any]:
         "sanitizer": {"available": True, "tools": {"memcheck": tool}, "kernels": ["m::f"], "kernels_not_run": ["m::g"]},
         "demo": {"on the GPU": {"ok": True, "values": {"runs": [{"num_drafts": 3, "text": "x", "verify_steps": 7}]}}},
         "benchmarks": {"launch": {"ok": True, "values": {"ours": {"median_us": 1.5}, "device": "a GPU"}}},
+        "goals": goals_of({}),
         "problems": [],
         "clean": True,
     }
@@ -234,6 +238,54 @@ def test_what_makes_a_tool_red(
     problems = suite.problems_of(_results(sanitizer=result), None)
     assert [text.partition(":")[0] for text in problems] == red
     assert all(why in text for text in problems)
+
+
+@pytest.mark.parametrize(
+    ("words", "ran", "order"),
+    [
+        (["--bench"], "the benchmarks alone", ["doctor", *benchmarks.QUIET, *benchmarks.BESIDE]),
+        ([], "everything", ["doctor", *benchmarks.QUIET, "tests", "sanitizer", *suite.DEMO, *benchmarks.BESIDE]),
+        (["--skip-benchmark"], "everything", ["doctor", "tests", "sanitizer", *suite.DEMO]),
+    ],
+)
+def test_what_runs_and_when(
+    words: list[str], ran: str, order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times of the host are measured before anything else runs; each program finds the kernels of the first one."""
+    seen, caches = list[str](), set[Any]()
+    programs = {**benchmarks.QUIET, **benchmarks.BESIDE, **suite.DEMO}
+
+    def step(script: list[str], log: Path, limit: float, env: dict[str, str]) -> dict[str, Any]:
+        seen.append(next((name for name, program in programs.items() if program == script), "doctor"))
+        caches.add(env.get("SPARK_PY_CACHE_DIR"))
+        return {"ok": True, "seconds": 1.0, "values": {"findings": [], "runs": []}}
+
+    def tests(*arguments: Any) -> dict[str, Any]:
+        seen.append("tests")
+        return {"ok": True, "passed": 1, "failed": 0, "errors": 0, "skipped": 0, "seconds": 1.0, "output": ""}
+
+    def sanitize(*arguments: Any) -> dict[str, Any]:
+        seen.append("sanitizer")
+        return {"available": True, "tools": {}}
+
+    monkeypatch.setattr(benchmarks, "json_step", step)
+    monkeypatch.setattr(suite, "json_step", step)
+    monkeypatch.setattr(suite, "pytest_run", tests)
+    monkeypatch.setattr(suite, "sanitize", sanitize)
+    trees = tmp_path / "trees.json"
+    trees.write_text(json.dumps(suite.trees_of(suite.ROOT)))
+    assert suite.main(["--output", str(tmp_path), "--trees", str(trees), *words]) == 0
+    assert seen == order
+    assert len(caches) == (1 if words == ["--skip-benchmark"] else 2)  # the doctor tells of the user's own
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["ran"], results["clean"]) == (ran, not words)
+    assert [goal["reached"] for goal in results["goals"]] == ["not measured"] * 11
+    assert f"- ran: {ran}" in (tmp_path / "RESULTS.md").read_text()
+
+
+def test_no_two_options_that_leave_nothing() -> None:
+    with pytest.raises(SystemExit):
+        suite.parse_arguments(["--output", "x", "--bench", "--skip-benchmark"])
 
 
 def test_committed_results_match_their_page() -> None:

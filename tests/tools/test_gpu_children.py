@@ -34,6 +34,13 @@ def test_a_run_out_of_time_names_what_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.host_only("about processes")
+def test_a_script_out_of_time_may_still_say_what_it_had(tmp_path: Path) -> None:
+    code = "import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('{\"rows\": [1]}')"
+    found = json_step(["-c", code], tmp_path / "log", 2, dict(os.environ))
+    assert (found["ok"], found["message"], found["values"]) == (False, "stopped after 2 s", {"rows": [1]})
+
+
+@pytest.mark.host_only("about processes")
 @pytest.mark.parametrize(
     ("code", "words"), [("print('no JSON')", "no JSON object"), ("print('{}'); raise SystemExit(3)", "exit code 3")]
 )
