@@ -41,7 +41,7 @@ def main() -> int:
     with open_backend(options.backend) as gpu:
         about["device"] = gpu.device_name()
         if (bandwidth := read_bandwidth(gpu)) is not None:
-            about["read_GB_per_s"] = round(bandwidth.bytes_per_second / 1e9, 1)
+            about |= bandwidth.numbers()
         found = [row for rows in counts for row in v4_rows(gpu, shapes, rows, options.repeats, bandwidth)]
     if options.backend == "cuda":
         found += [{"rows": rows} | row for rows in counts for row in v4_layer_rows(shapes, rows, options.repeats)]

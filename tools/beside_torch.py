@@ -226,8 +226,7 @@ def run_cases(cases: Sequence[Case], description: str | None) -> int:
             "device": gpu.device_name(),
             "torch": bench.torch.__version__,
             "repeats": options.repeats,
-            "read_GB_per_s": round(bandwidth.bytes_per_second / 1e9, 1),
-            "read_by": bandwidth.reader,
+            **bandwidth.numbers(),
             "rows": rows,
         }
     notes = [f"no time for {name}" for name in late] + [f"failed: {error}" for error in errors]

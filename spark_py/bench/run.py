@@ -119,8 +119,7 @@ def run_bench(plan: BenchPlan, say: Callable[[str], None] = lambda line: None) -
         found: dict[str, Any] = {"backend": gpu.name, "device": gpu.device_name(), "seed": plan.seed}
         found["repeats"] = plan.repeats
         if bandwidth is not None:
-            found["read_GB_per_s"] = round(bandwidth.bytes_per_second / 1e9, 1)
-            found["read_by"] = bandwidth.reader
+            found |= bandwidth.numbers()
         if plan.against_torch:
             found["torch"] = require_torch().__version__
         notes: list[str] = []

@@ -189,19 +189,27 @@ class ColdCache:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes a second that `reader` read: the median of twelve sums of 4 GiB of random numbers."""
+    """Bytes a second that `reader` read: the median of twelve sums of 4 GiB of random numbers. `of_fp32`: those of the
+    same bytes taken as FP32, which is the quicker sum; None where that is the reader."""
 
     bytes_per_second: float
     reader: str
+    of_fp32: float | None = None
 
     def floor_us(self, nbytes: float) -> float:
         """Microseconds that reading so many bytes takes."""
         return nbytes / self.bytes_per_second * 1e6
 
+    def numbers(self) -> dict[str, float | str]:
+        """read_GB_per_s, read_by, and fp32_read_GB_per_s where it was measured, as the programs print them."""
+        found: dict[str, float | str] = {"read_GB_per_s": round(self.bytes_per_second / 1e9, 1), "read_by": self.reader}
+        return found if self.of_fp32 is None else found | {"fp32_read_GB_per_s": round(self.of_fp32 / 1e9, 1)}
+
 
 def read_bandwidth(gpu: GpuBackend) -> Bandwidth | None:
-    """The read bandwidth of a GPU, by torch's sum where torch is there, else by CuPy's, which is a little slower.
-    None without a GPU: on a CPU the time of a draft is that of arithmetic, and a floor would say nothing."""
+    """The read bandwidth of a GPU: that of a plain sum of weights, 4 GiB of random BF16, by torch where torch is there;
+    else of CuPy's sum of FP32. None without a GPU: on a CPU the time of a draft is that of arithmetic, and a floor
+    would say nothing."""
     if gpu.name != "cuda":
         return None
     try:
@@ -215,17 +223,19 @@ def read_bandwidth(gpu: GpuBackend) -> Bandwidth | None:
         gpu.synchronize(gpu.default_stream())
         values = gpu.view(ptr, (_SUM_BYTES // 4,), "float32")
         if torch is not None and torch.cuda.is_available():
-            return Bandwidth(_SUM_BYTES / _torch_sum(torch, values), "torch.sum of 4 GiB of FP32")
+            tensor = torch.as_tensor(values, device="cuda")
+            of_fp32, of_bf16 = (_SUM_BYTES / _torch_sum(torch, each) for each in (tensor, tensor.view(torch.bfloat16)))
+            return Bandwidth(of_bf16, "torch.sum of 4 GiB of BF16", of_fp32)
         return Bandwidth(_SUM_BYTES / _array_sum(values), "CuPy's sum of 4 GiB of FP32")
     finally:
         make.release()
 
 
-def _torch_sum(torch: Any, values: Any) -> float:
-    """One sum runs while the host queues the next, which is timed: on an idle device the time of queueing it, more on a
-    machine with other things to do, would count as the memory's. Others run before, since a device that wakes up reads
-    slower."""
-    tensor, times = torch.as_tensor(values, device="cuda"), list[float]()
+def _torch_sum(torch: Any, tensor: Any) -> float:
+    """Seconds of a sum. One runs while the host queues the next, which is timed: on an idle device the time of queueing
+    it, more on a machine with other things to do, would count as the memory's. Others run before, since a device that
+    wakes up reads slower."""
+    times = list[float]()
     until = time.monotonic() + _WARM_SECONDS
     while time.monotonic() < until:
         float(tensor.sum())

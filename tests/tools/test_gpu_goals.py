@@ -222,14 +222,26 @@ def test_the_tables() -> None:
     benchmarks["products"]["values"]["read_GB_per_s"] = 4123.4
     benchmarks["kernels"]["values"]["read_GB_per_s"] = 3990.0
     row_in(benchmarks, "products", kernel="spark_gemv_rows", n=12288)["us"] *= 1.2
+    benchmarks["products"]["values"]["fp32_read_GB_per_s"] = 4444.4
     text = "\n".join(render_goals(goals_of(benchmarks), benchmarks))
+    assert "A sum of FP32 reads 4444 GB/s." in text
     assert "Reached 10 of 11, missed 1, not measured 0." in text
-    assert "0.792 of the read bandwidth (12288 x 5120)" in text
+    assert "0.792 of the read bandwidth (12288 x 5120, spark_gemv_rows)" in text
     assert "at 4000 GB/s, the median of what 6 programs of the run read, 3990 to 4123, each before" in text
     assert "| 10 | launch_typed, 10 changing arguments | times the quickest ctypes | 1.053 | <= 1.15 | yes |" in text
     empty = "\n".join(render_goals(goals_of({}), {}))
     assert "Reached 0 of 11, missed 0, not measured 11." in empty
     assert "yes" not in empty
+
+
+def test_a_product_is_that_of_the_quickest_kernel() -> None:
+    benchmarks = measured()
+    slow = dict(row_in(benchmarks, "products", kernel="spark_gemv_rows", n=12288))
+    rows = benchmarks["products"]["values"]["rows"]
+    rows.insert(0, slow | {"kernel": "another", "us": slow["us"] * 2})
+    assert states(benchmarks)[1] == "yes"
+    rows[:] = [row for row in rows if row["n"] != 12288 or row["kernel"] == "another"]
+    assert states(benchmarks)[1] == "no"
 
 
 def test_a_wrong_result_has_no_row() -> None:
