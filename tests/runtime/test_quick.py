@@ -194,7 +194,7 @@ def test_a_backend_takes_the_short_way_until_memory_is_freed(
     assert long_ways == [True, True, False, False, True, True, False]
 
 
-class FailedLaunch(Exception):
+class LaunchFailedError(Exception):
     """Stands for the driver's."""
 
 
@@ -205,13 +205,13 @@ def test_a_launch_that_fails_on_the_short_way_takes_the_long_one(
 
     def fail(*_: Any) -> None:
         tried.append(True)
-        raise FailedLaunch
+        raise LaunchFailedError
 
     device = gpu._device  # type: ignore[attr-defined]
     places: list[Any] = [(bytearray(64), ())]
     parts = (places.pop, places.append, lambda *_: None, fail)
     monkeypatch.setattr(device, "quick_parts", lambda *_: parts)
-    monkeypatch.setattr(gpu, "_not_so", (*gpu._not_so, FailedLaunch))  # type: ignore[attr-defined]
+    monkeypatch.setattr(gpu, "_not_so", (*gpu._not_so, LaunchFailedError))  # type: ignore[attr-defined]
     for _ in range(4):
         work.reset()
         LaunchOps.launch_typed(

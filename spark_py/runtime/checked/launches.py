@@ -46,7 +46,7 @@ class LaunchOps(KernelOps):
     def __init__(self, device: RawDevice, audit: KernelAudit, on_leak: str, debug_sync_kernels: bool) -> None:
         super().__init__(device, audit, on_leak, debug_sync_kernels)
         self._plans: dict[PlanKey, Plan] = {}
-        self._not_so = (*_NOT_SO, *device.faults)
+        self._not_so: tuple[type[Exception], ...] = (*_NOT_SO, *device.faults)
         # The short way of launches: (handle, grid, block, shared memory, stream) -> (what takes the arguments, the
         # plan's launcher, the state of the ledger that it holds for, grid and block as they were given, kinds).
         self._kept: dict[tuple[Any, ...], tuple[Quick, Launcher, object, Any, Any, Any]] = {}
