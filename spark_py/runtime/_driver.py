@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from .errors import BackendUnavailableError, CudaError
 
@@ -70,18 +69,6 @@ def dependent_launcher(operation: str, function: int, geometry: Sequence[int], t
         _check(operation, call(ctypes.byref(config), function, table, None))
 
     return launch
-
-
-def quick_launcher(
-    function: int, geometry: Sequence[int], stream: int, table: Any
-) -> tuple[Callable[..., int], tuple[Any, ...]]:
-    """(cuLaunchKernelEx, its arguments) for launches of `function` on `stream`: four arguments, of which none has to be
-    made from a Python number at a call. `table` holds the arguments' addresses. The status comes back as it is."""
-    call = libcuda()["cuLaunchKernelEx"]  # an object of its own, whose arguments are not converted
-    config = _Config(*geometry, stream, None, 0)
-    at = ctypes.c_void_p(ctypes.addressof(table))
-    keep = ctypes.pointer(config)
-    return call, (keep, ctypes.c_void_p(function), at, None)
 
 
 def encode_tiled_2d_bf16(

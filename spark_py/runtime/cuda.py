@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import catalog
-from ._driver import dependent_launcher, quick_launcher
+from ._driver import dependent_launcher
 from .arch import arch_of
 from .audit import KernelAudit
 from .checked import CheckedBackend
@@ -126,6 +126,7 @@ class CudaDevice(RawDevice):
     def __init__(self, ordinal: int, kernels: Path | str | None) -> None:
         self._api = _Api()
         self._runtime, self._driver = self._api.runtime, self._api.driver
+        self.faults = self._api.errors
         count = _device_count(self._api)
         if isinstance(ordinal, bool) or not isinstance(ordinal, int) or not 0 <= ordinal < count:
             raise InvalidArgumentError("ordinal", ordinal, f"this machine has {count} CUDA devices, 0 .. {count - 1}")
@@ -377,10 +378,10 @@ class CudaDevice(RawDevice):
         if self._several:
             return None  # each launch has to see to it that this device is the thread's
         pack, buffer, table = _arguments(kernel)
-        call, arguments = quick_launcher(kernel.raw.ptr, (*grid, *block, shared), stream, table)
+        arguments = (kernel.raw.ptr, *grid, *block, shared, stream, ctypes.addressof(table), 0)
         # One place: a thread that finds it taken takes the long way. The module and the table live as long as it does.
         places = [(buffer, arguments, kernel.raw, table)]
-        return places.pop, places.append, pack, call
+        return places.pop, places.append, pack, self._driver.launchKernel
 
     def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None:
         self._call("cuFuncSetAttribute", self._driver.funcSetAttribute, kernel.raw.ptr, MAX_DYNAMIC_SHARED, nbytes)

@@ -58,6 +58,8 @@ class RawDevice(ABC):
     limits: DeviceLimits
     ledger: AllocationMap
     """The owner's live allocations, set by it; a device that runs kernels itself checks their ranges here."""
+    faults: tuple[type[Exception], ...] = ()
+    """What the calls of `quick_parts` raise for a launch that failed."""
 
     def activate(self) -> None:  # noqa: B027 - a device without contexts has nothing to do
         """Make the device current on the calling thread."""
@@ -138,8 +140,8 @@ class RawDevice(ABC):
 
     def quick_parts(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, stream: int) -> Any:
         """What `runtime.quick` launches with by itself, (take, give, pack, call): `take()` gives a place or raises
-        IndexError, `pack(place[0], 0, *pointers, *scalars)` fills it, and `call(*place[1])` queues the launch and gives
-        0 for success. None where `plan` is all that the device has."""
+        IndexError, `pack(place[0], 0, *pointers, *scalars)` fills it, and `call(*place[1])` queues the launch or raises
+        one of `faults`. None where `plan` is all that the device has."""
         return None
 
     @abstractmethod

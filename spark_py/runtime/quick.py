@@ -19,7 +19,7 @@ __all__ = ["Quick", "quick_maker"]
 
 Quick = Callable[[Sequence[Any]], Any]
 """Of a call's arguments: True where they were launched; (addresses, scalars) where the device's launcher is to do that;
-False, or any exception that packing and taking apart can raise, for the long way."""
+False, or any exception that taking apart, packing and launching can raise, for the long way."""
 
 PLAIN: dict[Kind, type] = dict.fromkeys((Kind.U8, Kind.U16, Kind.U32, Kind.U64), int)
 """The class of a plain argument that `struct` packs and range-checks by itself. A 64-bit word may be a pointer, and
@@ -36,7 +36,8 @@ def make(seen, parts, DevicePtr):
             place = take()
             try:
                 pack(place[0], 0, {addresses}{scalars})
-                return call(*place[1]) == 0
+                call(*place[1])
+                return True
             finally:
                 give(place)
         return False

@@ -46,6 +46,7 @@ class LaunchOps(KernelOps):
     def __init__(self, device: RawDevice, audit: KernelAudit, on_leak: str, debug_sync_kernels: bool) -> None:
         super().__init__(device, audit, on_leak, debug_sync_kernels)
         self._plans: dict[PlanKey, Plan] = {}
+        self._not_so: tuple[type[Exception], ...] = (*_NOT_SO, *device.faults)
         # The short way of launches: (handle, grid, block, shared memory, stream) -> (what takes the arguments, the
         # plan's launcher, the state of the ledger that it holds for, grid and block as they were given, kinds).
         self._kept: dict[tuple[Any, ...], tuple[Quick, Launcher, object, Any, Any, Any]] = {}
@@ -77,7 +78,7 @@ class LaunchOps(KernelOps):
                     and (kinds is None or kinds == known_kinds)
                 ):
                     found = quick(args)
-            except _NOT_SO:
+            except self._not_so:
                 pass
             if found is True:
                 return
