@@ -27,6 +27,7 @@ FAMILIES = (
     "attention",
     "kv_fp8",
     "spark_paged_decode_split",
+    "spark_propose_inputs",
     "spark_qk_norm_rope_cache",
     "fused_k",
     "gemm",
