@@ -391,6 +391,7 @@ BATCHED = {
     "spark_norm_rows::spark_add_then_norm",
 }  # fmt: skip
 BATCHM = {"dense_gemv_bf16_batchm::dense_gemv_bf16_batchm", "spark_gemv_rows::spark_gemv_rows"}
+GRAPH = {"spark_propose_inputs::spark_propose_inputs"}
 FP8_ROWS = {"gemv_fp8w::spark_dense_gemv_fp8w_batchm", "spark_fp8_gemv_rows::spark_fp8_gemv_rows"}
 GEMMS = {"gemm::dense_gemm_bf16", "gemm::dense_gemm_bf16_pipelined"} | BATCHM
 WIDTHS = {f"w4a16_gemv::w4a16_gemv_batch{rows}" for rows in (4, 5, 6, 7, 8, 16, 32)}
@@ -400,11 +401,11 @@ WIDTHS |= {"spark_w4a16_gemv_rows::spark_w4a16_gemv_rows"}
 @pytest.mark.parametrize(
     ("quant", "changes", "required", "optional"),
     [
-        (MtpQuantization.BF16, {}, BF16_SET | SILU, BATCHED | GEMMS),
+        (MtpQuantization.BF16, {}, BF16_SET | SILU, BATCHED | GEMMS | GRAPH),
         (MtpQuantization.BF16, MOE, BF16_SET | ROUTED, BATCHED | GEMMS),
-        (MtpQuantization.BF16, twin(256), BF16_SET | SILU | PACKED, BATCHED | GEMMS | WIDTHS),
-        (MtpQuantization.FP8, {}, FP8_SET | SILU | GEMV, BATCHED | BATCHM | FP8_ROWS),
-        (MtpQuantization.FP8, {"lm_head": NVFP4}, FP8_SET | SILU | PACKED, BATCHED | WIDTHS | FP8_ROWS),
+        (MtpQuantization.BF16, twin(256), BF16_SET | SILU | PACKED, BATCHED | GEMMS | WIDTHS | GRAPH),
+        (MtpQuantization.FP8, {}, FP8_SET | SILU | GEMV, BATCHED | BATCHM | FP8_ROWS | GRAPH),
+        (MtpQuantization.FP8, {"lm_head": NVFP4}, FP8_SET | SILU | PACKED, BATCHED | WIDTHS | FP8_ROWS | GRAPH),
         (MtpQuantization.FP8, MOE, FP8_SET | ROUTED | GEMV, BATCHED | BATCHM | FP8_ROWS),
     ],
 )

@@ -173,6 +173,10 @@ class MemoryOps(Core):
         address = self._address(ptr)
         return self._memory.check_range(address, nbytes, what) if nbytes else None
 
+    @guarded
+    def check_range(self, ptr: DevicePtr, nbytes: int, what: str) -> None:
+        self._range(ptr, nbytes, what)
+
     def _pinned_for_graph(self, host: int, nbytes: int, stream: int, operation: str) -> None:
         """While `stream` captures, host memory must be this backend's pinned memory, which the graph then watches."""
         if stream not in self._captures:
