@@ -7,7 +7,7 @@
 // A stripe is 128 k, steps in ascending order of the words of four bytes: lane 4 g + t takes 16 elements at a time. Of a
 // word's bytes the pairs (0, 2) and (1, 3) lie where one shift brings both to the halves of a word.
 
-#include "spark_gemv_rows.cuh"
+#include "spark_gemv_argmax.cuh"
 
 constexpr unsigned FP8_RAISE = 0x7b807b80u;  // 2^120 twice: what bytes come too small by
 
@@ -87,4 +87,18 @@ extern "C" __global__ void __launch_bounds__(256, 3)
                                           {{reinterpret_cast<const uint4*>(W1), Y1, N1, stride1}, S1},
                                           {{reinterpret_cast<const uint4*>(W2), Y2, N2, stride2}, S2}}};
     tiled_gemv_rows(Fp8{}, X, all, M, K, head_dim);
+}
+
+// ids[m] = argmax over n of bf16(scale[n] * sum over k of X[m, k] * value[n, k]), embed[m] = row ids[m] of embed_table:
+// spark_gemv_argmax.cuh. K % 16 == 0; embed_table and embed as for spark_gemv_rows_argmax.
+extern "C" __global__ void __launch_bounds__(256, 3)
+    spark_fp8_gemv_rows_argmax(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W,
+                               const float* __restrict__ S, unsigned int* ids,
+                               const __nv_bfloat16* __restrict__ embed_table, __nv_bfloat16* embed,
+                               unsigned long long* best, unsigned int* done, unsigned int M, unsigned int N,
+                               unsigned int K) {
+    const GemvMatrices<Fp8Matrix> all = {{{{reinterpret_cast<const uint4*>(W), nullptr, N, N}, S}, {}, {}}};
+    GemvArgmax argmax;
+    tiled_gemv_rows(Fp8{}, X, all, M, K, 0u, argmax);
+    argmax.finish(M, {best, done}, {ids, embed_table, embed, K});
 }

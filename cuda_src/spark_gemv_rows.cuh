@@ -38,6 +38,14 @@ struct GemvMatrices {
     Matrix each[3];
 };
 
+// Where outputs go: take(matrix, row, output, sum) of each, rounded once. Here to their matrix.
+struct GemvStore {
+    template <class Matrix>
+    __device__ __forceinline__ void take(const Matrix& matrix, unsigned row, unsigned output, float sum) const {
+        spark_store(matrix.out + static_cast<size_t>(row) * matrix.stride + output, sum);
+    }
+};
+
 // What a format without scales of its own for each stripe has. Every format has besides:
 //   Matrix: GemvMatrix, or derived from it
 //   CHUNK: elements in 16 bytes; WHOLE: whether K is whole stripes; BUFFERS: 2 where a tile's sums may be written while
@@ -89,10 +97,10 @@ __device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b) {
 // N2 may be 0. head_dim > 0: outputs of the first matrix are [query | gate] of a head after the other, 2 head_dim each,
 // and are stored as the queries of all heads, then the gates of all. Grid any number of blocks, block 256.
 // K % CHUNK == 0; X and weights on 16-byte addresses.
-template <class Format>
+template <class Format, class Sink = GemvStore>
 __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat16* X,
                                                 const GemvMatrices<typename Format::Matrix>& all, unsigned M,
-                                                unsigned K, unsigned head_dim) {
+                                                unsigned K, unsigned head_dim, Sink&& sink = Sink{}) {
     __shared__ uint4 rings[GEMV_WARPS][GEMV_STAGES][GEMV_TILE * GEMV_UNITS];
     __shared__ float sums[Format::BUFFERS][GEMV_WARPS][GEMV_TILE][GEMV_ROWS];
     using Matrix = typename Format::Matrix;
@@ -198,7 +206,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                 const unsigned half = output / head_dim % 2u;
                 output = output / (2u * head_dim) * head_dim + half * (all.each[0].n / 2u) + output % head_dim;
             }
-            spark_store(matrix.out + static_cast<size_t>(row) * matrix.stride + output, total);
+            sink.take(matrix, row, output, total);
         }
         if constexpr (Format::BUFFERS == 2u) {
             buffer ^= 1u;

@@ -9,7 +9,7 @@
 // on. Of a word's codes 0 .. 7 the pairs (0, 4), (1, 5), (2, 6) and (3, 7) lie where one shift brings both to the halves
 // of a word. Scales are copied as codes are, into a ring beside theirs.
 
-#include "spark_gemv_rows.cuh"
+#include "spark_gemv_argmax.cuh"
 
 constexpr float W4_RAISED = 0x1p117f;  // of a scale: codes come 2^126 times too small, and stay 2^9 times so
 constexpr float W4_LOWERED = 512.0f;
@@ -125,4 +125,25 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     Nvfp4 format = {};
     format.ring = scale_rings[threadIdx.x / SPARK_WARP];
     tiled_gemv_rows(format, X, all, M, K, head_dim);
+}
+
+// ids[m] = argmax over n of bf16(scale2 * sum over k of X[m, k] * code[n, k] * scale[n, k / 16]), embed[m] = row ids[m]
+// of embed_table: spark_gemv_argmax.cuh. K % 256 == 0; embed_table and embed as for spark_gemv_rows_argmax.
+extern "C" __global__ void __launch_bounds__(256, 3)
+    spark_w4a16_gemv_rows_argmax(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W,
+                                 const unsigned char* __restrict__ S, unsigned int* ids,
+                                 const __nv_bfloat16* __restrict__ embed_table, __nv_bfloat16* embed,
+                                 unsigned long long* best, unsigned int* done, unsigned int M, unsigned int N,
+                                 unsigned int K, float scale2) {
+    __shared__ uint4 scale_rings[GEMV_WARPS][GEMV_STAGES][GEMV_TILE];
+    const GemvMatrices<Nvfp4Matrix> all = {{{{reinterpret_cast<const uint4*>(W), nullptr, N, N},
+                                             reinterpret_cast<const uint4*>(S),
+                                             scale2},
+                                            {},
+                                            {}}};
+    Nvfp4 format = {};
+    format.ring = scale_rings[threadIdx.x / SPARK_WARP];
+    GemvArgmax argmax;
+    tiled_gemv_rows(format, X, all, M, K, 0u, argmax);
+    argmax.finish(M, {best, done}, {ids, embed_table, embed, K});
 }

@@ -16,6 +16,8 @@ MAX_ROWS, MAX_MATRICES = 8, 3
 TILE = 16
 """Outputs that a block makes at a time."""
 
+ARGMAX_ROOM_BYTES = 8 * MAX_ROWS + 4
+
 W = TypeVar("W")
 
 
@@ -87,3 +89,48 @@ def launch_rows(
         for factor in [form.factor(each.weight) for each in projections] + [0.0] * missing:
             launch.arg_f32(factor)
     launch.arg_u32(head_dim).launch(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class ArgmaxRoom:
+    """Memory that blocks of a launch meet in: u64 `best` [8] and u32 `done`, zero before the first launch and after
+    each; one launch at a time."""
+
+    best: DevicePtr
+    done: DevicePtr
+
+    @staticmethod
+    def at(base: DevicePtr) -> ArgmaxRoom:
+        """In ARGMAX_ROOM_BYTES from `base` on."""
+        return ArgmaxRoom(base, base.offset(8 * MAX_ROWS))
+
+
+def launch_argmax(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    input: DevicePtr,  # noqa: A002 - the engine's name
+    weight: W,
+    ids: DevicePtr,
+    table: DevicePtr,
+    embed: DevicePtr,
+    room: ArgmaxRoom,
+    m: int,
+    n: int,
+    k: int,
+    stream: StreamLike,
+    form: RowsFormat[W],
+) -> None:
+    """Launch `kernel`, the argmax of a format's products; InvalidArgumentError for numbers that it does not take."""
+    if count("m", m) > MAX_ROWS:
+        raise InvalidArgumentError("m", m, f"the kernel takes {MAX_ROWS} rows at most")
+    multiple_of("k", k, form.step, form.why)
+    blocks = blocks_for(div_ceil(count("n", n), TILE), form.resident)
+    launch = KernelLaunch(gpu, kernel).grid((blocks, 1, 1)).block((256, 1, 1)).arg_ptr(input)
+    for pointer in form.pointers:
+        launch.arg_ptr(pointer(weight))
+    for ptr in (ids, table, embed, room.best, room.done):
+        launch.arg_ptr(ptr)
+    launch.arg_u32(m).arg_u32(n).arg_u32(k)
+    if form.factor is not None:
+        launch.arg_f32(form.factor(weight))
+    launch.launch(stream)

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+// The index of the largest output of each row of spark_gemv_rows.cuh, and the row of an embedding table that it names,
+// without the outputs ever being written: the end of a draft and the beginning of the next in the LM head's own launch.
+//
+// The index is that of argmax.cu on the rounded outputs: equal maxima give the lowest index, NaN never wins, +0 and -0
+// are equal, a row of NaN and -Inf gives the lowest index that is not NaN, one of NaN alone 0. A value and its index are
+// one number, larger for the better of two, so that no order of threads and blocks changes what wins.
+//
+// Blocks meet in memory: the last one to come has every row's winner. It leaves that memory as it found it, zero.
+#pragma once
+
+#include "spark_gemv_rows.cuh"
+
+// Best of a launch's rows so far, and blocks that are done; both zero between launches.
+struct ArgmaxState {
+    unsigned long long* best;
+    unsigned* done;
+};
+
+// Where the winners of rows go, and BF16 [row, width], the rows of `table` that they name. No embeddings without
+// `embed`.
+struct ArgmaxResult {
+    unsigned* ids;
+    const __nv_bfloat16* table;
+    __nv_bfloat16* embed;
+    unsigned width;
+};
+
+// A number for output `index` of value `sum`, rounded: 0 for NaN, larger for a larger value, then for a lower index.
+__device__ __forceinline__ unsigned long long argmax_key(float sum, unsigned index) {
+    unsigned bits = __float_as_uint(__bfloat162float(__float2bfloat16_rn(sum)));
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return 0ull;
+    }
+    bits = bits == 0x80000000u ? 0u : bits;
+    const unsigned rank = (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
+    return static_cast<unsigned long long>(rank) << 32 | (0xffffffffu - index);
+}
+
+// The best output that a thread has seen; those of a thread are of one row.
+struct GemvArgmax {
+    unsigned long long best = 0ull;
+
+    template <class Matrix>
+    __device__ __forceinline__ void take(const Matrix&, unsigned, unsigned output, float sum) {
+        const unsigned long long key = argmax_key(sum, output);
+        best = key > best ? key : best;
+    }
+
+    // After the last tile, by all threads of all blocks.
+    __device__ __forceinline__ void finish(unsigned M, const ArgmaxState& state, const ArgmaxResult& to) {
+        __shared__ unsigned ids[GEMV_ROWS];
+        __shared__ bool last;
+        const unsigned row = threadIdx.x / GEMV_TILE;
+#pragma unroll
+        for (unsigned step = GEMV_TILE / 2u; step > 0u; step /= 2u) {
+            const unsigned long long other = __shfl_xor_sync(SPARK_FULL_MASK, best, step);
+            best = other > best ? other : best;
+        }
+        if (threadIdx.x % GEMV_TILE == 0u && row < M) {
+            atomicMax(state.best + row, best);
+            __threadfence();  // before the block counts as done
+        }
+        __syncthreads();
+        if (threadIdx.x == 0u) {
+            last = atomicAdd(state.done, 1u) + 1u == gridDim.x;
+        }
+        __syncthreads();
+        if (!last) {
+            return;
+        }
+        if (threadIdx.x < M) {
+            const unsigned long long winner = atomicExch(state.best + threadIdx.x, 0ull);
+            const unsigned id = winner == 0ull ? 0u : 0xffffffffu - static_cast<unsigned>(winner);
+            to.ids[threadIdx.x] = id;
+            ids[threadIdx.x] = id;
+        }
+        if (threadIdx.x == 0u) {
+            *state.done = 0u;
+        }
+        __syncthreads();
+        if (to.embed == nullptr) {
+            return;
+        }
+        for (unsigned r = 0u; r < M; ++r) {
+            const __nv_bfloat16* from = to.table + static_cast<size_t>(ids[r]) * to.width;
+            __nv_bfloat16* into = to.embed + static_cast<size_t>(r) * to.width;
+            // Rows of K elements, which the weights' format has in multiples of 16 bytes.
+            for (unsigned i = threadIdx.x; i < to.width / 8u; i += blockDim.x) {
+                reinterpret_cast<uint4*>(into)[i] = reinterpret_cast<const uint4*>(from)[i];
+            }
+        }
+    }
+};
