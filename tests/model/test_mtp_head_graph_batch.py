@@ -61,7 +61,10 @@ class Twins:
                 tokens, hiddens, [self.lengths[i] for i in which], drafts, states, rig.ctx, rig.stream, conf
             )
             gpu.free(at)
-            rows_of = (("hidden_states", h // 2), ("norm_output", h // 2), ("logits", 203))
+            rows_of = [("hidden_states", h // 2), ("norm_output", h // 2)]
+            head = self.graph.head
+            if not head.picks or (confident and head.argmax_batch_lp_k):
+                rows_of.append(("logits", 203))
             kept = [download(gpu, rig.ctx.buffers.pointer(name), (n * width,)).tobytes() for name, width in rows_of]
             found.append((ids, conf, [state.snapshot() for state in states], kept))
         assert found[0] == found[1]
@@ -165,8 +168,9 @@ def test_tables_of_several_widths(gpu: GpuBackend, rng: np.random.Generator, mon
 @pytest.mark.parametrize(
     ("lacks", "levers"),
     [("embed_from_argmax::batched_embed", ModelLevers()), ("argmax::argmax_bf16_batch", ModelLevers()),
-     ("nothing", ModelLevers(chain_postnorm=True))],
-    ids=["no batched embedding", "no batched argmax", "chain behind the norm"],
+     ("nothing", ModelLevers(chain_postnorm=True)), ("nothing", ModelLevers(keep_logits=True)),
+     ("spark_gemv_rows::spark_gemv_rows_argmax", ModelLevers())],
+    ids=["no batched embedding", "no batched argmax", "chain behind the norm", "logits kept", "no argmax in the head"],
 )  # fmt: skip
 def test_sets_and_levers(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, lacks: str, levers: ModelLevers

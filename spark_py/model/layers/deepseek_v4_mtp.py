@@ -173,14 +173,14 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
         if inputs is None or not inputs.fits(own.seq_len, drafts) or not ours:
             return None
         inputs.set(token, source, position, own.seq_len, drafts, own.block_table, stream)
-        embed, logits = ctx.buffers.ssm_qkvz(), ctx.buffers.logits()
+        ctx.buffers.logits()  # an arena that was released says so
 
         def forward(current: DevicePtr, meta: AttnMetadataDev, on: StreamLike) -> DevicePtr:
-            self._forward_row(current, stacked, meta, ctx, on)
+            self._forward_to_norm(current, stacked, meta, ctx, on)
             return self.chain_source(ctx, stacked)
 
         def work(on: StreamLike) -> None:
-            chain_drafts(self, inputs, drafts, embed, logits, forward, on)
+            chain_drafts(self, inputs, drafts, ctx, forward, None, on)
 
         self.propose_graphs[stacked].run(GraphKey(drafts, weakref.ref(ctx.buffers)), work, stream)
         if draft_embed_target is not None:

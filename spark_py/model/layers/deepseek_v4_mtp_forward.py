@@ -81,6 +81,13 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         self, source: DevicePtr, stacked: bool, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
     ) -> None:
         """Steps 2 to 6, from the embedding in `ssm_qkvz` to `logits`: launches and copies on the device alone."""
+        self._forward_to_norm(source, stacked, meta, ctx, stream)
+        self._lm_head(ctx.buffers.norm_output(), ctx.buffers.logits(), stream)
+
+    def _forward_to_norm(
+        self, source: DevicePtr, stacked: bool, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
+    ) -> None:
+        """`_forward_row` without the LM head: to `norm_output`."""
         buf, combiner = ctx.buffers, CombinerBuffers.of(ctx.buffers)
         # 2. and 3. Combiner, and streams.
         self._combine(combiner, source, stacked, 1, stream)
@@ -89,9 +96,8 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         # 5. The streams as one row.
         h_out = buf.hidden_states()
         self.connections.collapse(self.module.hc_head, combiner.streams, h_out, 1, stream)
-        # 6. Final norm and shared LM head.
+        # 6. Final norm; the shared LM head comes next.
         self._rms_norm(h_out, self.module.norm, buf.norm_output(), 1, stream)
-        self._lm_head(buf.norm_output(), buf.logits(), stream)
 
     def _combine(self, b: CombinerBuffers, source: DevicePtr, stacked: bool, rows: int, stream: StreamLike) -> None:
         """b.streams of b.embed and `source`, which is not read after the second norm: it may be `b.h_in` or

@@ -28,6 +28,7 @@ from ...weight_map import MtpWeights
 from ..mtp_meta import SEQ_LEN_OFFSET, SLOT_OFFSET
 from .forward import MtpHeadForward
 from .forward_batch import MtpHeadForwardBatch
+from .lm_head_argmax import LmHeadArgmax
 from .new import BF16_BYTES, KV_BLOCK_SIZE, log
 from .pick import PLACEHOLDER, MtpHeadPick
 from .propose_exchange import ProposeExchange
@@ -151,16 +152,16 @@ def chain_drafts(
     head: MtpHeadPick,
     inputs: ProposeInputs,
     drafts: int,
-    embed: DevicePtr,
-    logits: DevicePtr,
+    ctx: ForwardContext,
     forward: Callable[[DevicePtr, AttnMetadataDev, StreamLike], DevicePtr],
+    pick: LmHeadArgmax | None,
     stream: StreamLike,
 ) -> None:
-    """Queue, or capture, drafts one after the other: the embedding of the last id in `embed`; `forward(hidden, meta,
-    stream)`, which makes `logits` and gives the next draft's hidden row; the id. The host finds each id where `told`
-    says."""
-    gpu, table, h, exchange = head.gpu, head.embed_tokens, head.h, inputs.exchange
-    embed_k = head.embed_from_argmax_k
+    """Queue, or capture, drafts one after the other: the embedding of the last id in `ssm_qkvz`; `forward(hidden, meta,
+    stream)`, which ends with `norm_output` and gives the next draft's hidden row; LM head and id, by `pick` where there
+    is one, which writes no logits. The host finds each id where `told` says."""
+    gpu, table, h, exchange, embed_k = head.gpu, head.embed_tokens, head.h, inputs.exchange, head.embed_from_argmax_k
+    embed, normed, logits = ctx.buffers.ssm_qkvz(), ctx.buffers.norm_output(), ctx.buffers.logits()
     exchange.fetch(
         inputs.slab, inputs.slab_bytes, 0, table, inputs.hidden, embed, 1, inputs.hidden_bytes, h, stream
     )  # fmt: skip
@@ -169,13 +170,17 @@ def chain_drafts(
         embed_from_argmax(gpu, embed_k, inputs.slab, table, embed, inputs.slab, h, stream)
     hidden = inputs.hidden
     for draft in range(drafts):
-        if draft:
-            last = draft - 1
-            embed_from_argmax(gpu, embed_k, inputs.id(last), table, embed, inputs.told(last), h, stream)
         hidden = forward(hidden, inputs.meta(draft), stream)
+        told, last = inputs.told(draft), draft + 1 == drafts
+        if pick is not None:
+            pick.run(normed, told, None if last else embed, 1, stream)
+            continue
+        head._lm_head(normed, logits, stream)
         # The last id is read by the host alone.
-        picked = inputs.id(draft) if draft + 1 < drafts else inputs.told(draft)
+        picked = told if last else inputs.id(draft)
         argmax_bf16(gpu, head.argmax_k, logits, picked, head.draft_vocab, stream)
+        if not last:
+            embed_from_argmax(gpu, embed_k, picked, table, embed, told, h, stream)
 
 
 class HasArena(Protocol):
@@ -277,6 +282,9 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
 
     propose_inputs: ProposeInputs | None = None
     """None for a head none of whose proposes can be captured."""
+    picks = False
+    """Whether captured proposes write no logits where `lm_head_argmax` has the LM head's own bits."""
+    lm_head_argmax: LmHeadArgmax
 
     def _build(self, weights: MtpWeights, main_kv_blocks: int) -> None:
         super()._build(weights, main_kv_blocks)
@@ -285,6 +293,10 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
             self.propose_inputs = ProposeInputs(self.gpu, self.h * BF16_BYTES, capacity, self._alloc, self._stack)
             self.propose_graphs = ProposeGraphs(self.gpu)
             self._stack.callback(self.propose_graphs.release)
+            if not self.levers.keep_logits:
+                lm_head, table = self.lm_head, self.embed_tokens
+                self.lm_head_argmax = LmHeadArgmax(self.gpu, lm_head, self.draft_vocab, self.h, table, self._alloc)
+                self.picks = bool(self.lm_head_argmax) and self._takes((lm_head,), self.h)
             self._routing = ScratchRegion.moe_routing(1, max(1, self.experts_per_token))
 
     def _propose_on_device(
@@ -299,7 +311,8 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
         draft_embed_target: DevicePtr | None,
     ) -> list[int] | None:
         """`drafts` times `forward_one`, each from the id and hidden row of the one before, with the same bits in ids,
-        rows and the arena's `hidden_states`, `norm_output` and `logits`; `scratch` gets neither metadata nor id. None,
+        rows and the arena's `hidden_states`, `norm_output` and, with `keep_logits`, `logits`; `scratch` gets neither
+        metadata nor id. None,
         and nothing done, where that must be done draft by draft. The state has its blocks; its rows count on return.
 
         With a draft_embed_target the last id is PLACEHOLDER and stays on the device; a single draft then waits for
@@ -324,17 +337,19 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
 
     def _run_drafts(self, inputs: ProposeInputs, drafts: int, ctx: ForwardContext, stream: StreamLike) -> None:
         buf = ctx.buffers
-        embed, logits = buf.ssm_qkvz(), buf.logits()
+        embed = buf.ssm_qkvz()
         if self.dense_ffn_generic is None:
             # A pass leases it for its experts, a replay writes it without asking.
             buf.lease(self._routing).release()
 
+        pick = self.lm_head_argmax if self.picks else None
+
         def forward(hidden: DevicePtr, meta: AttnMetadataDev, on: StreamLike) -> DevicePtr:
-            self._forward_row(embed, hidden, meta, ctx, on)
+            self._forward_to_norm(embed, hidden, meta, ctx, on)
             return self._chain_hidden(ctx)
 
         def work(on: StreamLike) -> None:
-            chain_drafts(self, inputs, drafts, embed, logits, forward, on)
+            chain_drafts(self, inputs, drafts, ctx, forward, pick, on)
 
         self.propose_graphs.run(GraphKey(drafts, weakref.ref(buf)), work, stream)
 

@@ -209,23 +209,37 @@ class MtpHeadProposeGraphBatch(MtpHeadProposeGraph):
             # A pass leases it for its experts, a replay writes it without asking.
             buf.lease(ScratchRegion.moe_routing(n, self.experts_per_token)).release()
 
+        picks = not log_probs and self._picks_rows(n)
+
         def work(on: StreamLike) -> None:
             gates, embed = buf.ssm_gates(), buf.ssm_qkvz()
             inputs.exchange.fetch(
                 inputs.base, inputs.slab_bytes, inputs.tokens_at, self.embed_tokens, gates, embed, n, row_bytes,
                 self.h, on,
             )  # fmt: skip
+            if not inputs.exchange.embeds:
+                self._embed_rows(inputs.tokens, embed, n, on)
             for draft in range(inputs.drafts):
                 if draft:
                     self.gpu.copy_d2d_async(self._chain_hidden(ctx), gates, n * row_bytes, on)
-                if draft or not inputs.exchange.embeds:
-                    self._embed_rows(inputs.ids(draft - 1) if draft else inputs.tokens, embed, n, on)
                 self._forward_batch_rows(n, inputs.metas(draft), ctx, on)
-                log_probs_at = inputs.log_probs(draft) if log_probs else None
-                self._argmax_rows(n, inputs.ids(draft), log_probs_at, ctx, on)
+                ids, last = inputs.ids(draft), draft + 1 == inputs.drafts
+                if picks:
+                    self.lm_head_argmax.run(buf.norm_output(), ids, None if last else embed, n, on)
+                    continue
+                self._lm_head_rows(buf.norm_output(), buf.logits(), n, on)
+                self._argmax_rows(n, ids, inputs.log_probs(draft) if log_probs else None, ctx, on)
+                if not last:
+                    self._embed_rows(ids, embed, n, on)
 
         key = BatchGraphKey(inputs.drafts, weakref.ref(buf), n, inputs.width, log_probs)
         self.propose_graphs.run(key, work, stream)
+
+    def _picks_rows(self, n: int) -> bool:
+        """Whether the LM head's launch names the winners of n rows: where its products are those of `_lm_head_rows`."""
+        if not self.picks or self._in_tiles(n):
+            return False
+        return self._in_one_launch((self.lm_head,), n, self.draft_vocab)
 
     def _embed_rows(self, ids: DevicePtr, output: DevicePtr, n: int, stream: StreamLike) -> None:
         """output BF16 [n, h]: the embeddings of u32 [n] on the device."""
