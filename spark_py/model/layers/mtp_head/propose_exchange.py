@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import lru_cache
 
 from ....ops.spark_propose_inputs import PIECE, Given, spark_propose_inputs
 from ....runtime.errors import BackendClosedError, InvalidArgumentError, ReleasedError, ReleasedHandleError
@@ -24,7 +25,6 @@ __all__ = ["BlockTables", "ProposeExchange"]
 _WORD, _ADDRESS = 4, 8
 _SOURCES_AT = PIECE
 _FOUND_ALIGN = 256
-_USED = struct.Struct("<I")
 _MOST_TABLES = 256
 
 
@@ -76,6 +76,12 @@ class ProposeExchange:
         self._reader: StreamLike | None = None
         self._marked = False
 
+    @staticmethod
+    @lru_cache
+    def _head(rows: int) -> struct.Struct:
+        """What comes before the slab: pieces, and addresses."""
+        return struct.Struct(f"<I12x{rows}Q")
+
     def _release(self, host: HostPtr, nbytes: int) -> None:
         self._gone = True
         if not self._gpu.closed:
@@ -117,12 +123,12 @@ class ProposeExchange:
             for i, source in enumerate(sources):
                 gpu.copy_d2d_async(source, hidden.offset(i * row_bytes), row_bytes, stream)
             return
-        _USED.pack_into(self.memory, 0, -(-used // PIECE))
-        for i, source in enumerate(sources):
-            if source.address % BF16_BYTES:
-                raise InvalidArgumentError("hidden row", source, f"an address that is a multiple of {BF16_BYTES}")
-            gpu.check_range(source, row_bytes, "hidden row")
-            struct.pack_into("<Q", self.memory, _SOURCES_AT + _ADDRESS * i, source.address)
+        gpu.check_ranges(sources, row_bytes, "hidden row")
+        addresses = [source.address for source in sources]
+        for address in addresses:
+            if address % BF16_BYTES:
+                raise InvalidArgumentError("hidden row", hex(address), f"an address that is a multiple of {BF16_BYTES}")
+        self._head(len(addresses)).pack_into(self.memory, 0, -(-used // PIECE), *addresses)
 
     def fetch(
         self,
