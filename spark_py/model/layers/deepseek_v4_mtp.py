@@ -24,6 +24,7 @@ from .mtp_checks import check_address
 from .mtp_head import MtpProposerState
 from .mtp_head.diagnostics import log_shadow_topk, log_stage_norms
 from .mtp_head.grammar import MaskWords
+from .mtp_head.lm_head_argmax import LmHeadArgmax
 from .mtp_head.new import BF16_BYTES, KV_BLOCK_SIZE
 from .mtp_head.pick import PLACEHOLDER
 from .mtp_head.propose_graph import GraphKey, ProposeGraphs, ProposeInputs, chain_drafts, graphs_wanted
@@ -59,7 +60,11 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
         super()._build()
         self.propose_inputs: dict[bool, ProposeInputs] = {}
         self.propose_graphs: dict[bool, ProposeGraphs] = {}
+        self.lm_head_argmax: LmHeadArgmax | None = None
         if graphs_wanted(self.levers):
+            if self.spark_gemv_rows_k and not self.levers.keep_logits:
+                vocab, table = self.draft_vocab, self.embed_tokens
+                self.lm_head_argmax = LmHeadArgmax(self.gpu, self.lm_head, vocab, self.h, table, self._alloc) or None
             capacity = self.max_seq_len // KV_BLOCK_SIZE + 1
             for stacked, nbytes in ((False, self.h * BF16_BYTES), (True, self.shapes.hyper.stream_bytes)):
                 self.propose_inputs[stacked] = ProposeInputs(self.gpu, nbytes, capacity, self._alloc, self._stack)
@@ -174,13 +179,14 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
             return None
         inputs.set(token, source, position, own.seq_len, drafts, own.block_table, stream)
         ctx.buffers.logits()  # an arena that was released says so
+        pick = self.lm_head_argmax
 
         def forward(current: DevicePtr, meta: AttnMetadataDev, on: StreamLike) -> DevicePtr:
-            self._forward_to_norm(current, stacked, meta, ctx, on)
+            self._forward_row(current, stacked, meta, ctx, on, logits=pick is None)
             return self.chain_source(ctx, stacked)
 
         def work(on: StreamLike) -> None:
-            chain_drafts(self, inputs, drafts, ctx, forward, None, on)
+            chain_drafts(self, inputs, drafts, ctx, forward, pick, on)
 
         self.propose_graphs[stacked].run(GraphKey(drafts, weakref.ref(ctx.buffers)), work, stream)
         if draft_embed_target is not None:

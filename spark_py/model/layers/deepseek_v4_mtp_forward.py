@@ -78,16 +78,16 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         return token_id
 
     def _forward_row(
-        self, source: DevicePtr, stacked: bool, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
+        self,
+        source: DevicePtr,
+        stacked: bool,
+        meta: AttnMetadataDev,
+        ctx: ForwardContext,
+        stream: StreamLike,
+        logits: bool = True,
     ) -> None:
-        """Steps 2 to 6, from the embedding in `ssm_qkvz` to `logits`: launches and copies on the device alone."""
-        self._forward_to_norm(source, stacked, meta, ctx, stream)
-        self._lm_head(ctx.buffers.norm_output(), ctx.buffers.logits(), stream)
-
-    def _forward_to_norm(
-        self, source: DevicePtr, stacked: bool, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
-    ) -> None:
-        """`_forward_row` without the LM head: to `norm_output`."""
+        """Steps 2 to 6, from the embedding in `ssm_qkvz` to `logits`, or to `norm_output` without them: launches and
+        copies on the device alone."""
         buf, combiner = ctx.buffers, CombinerBuffers.of(ctx.buffers)
         # 2. and 3. Combiner, and streams.
         self._combine(combiner, source, stacked, 1, stream)
@@ -96,8 +96,10 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         # 5. The streams as one row.
         h_out = buf.hidden_states()
         self.connections.collapse(self.module.hc_head, combiner.streams, h_out, 1, stream)
-        # 6. Final norm; the shared LM head comes next.
+        # 6. Final norm and shared LM head.
         self._rms_norm(h_out, self.module.norm, buf.norm_output(), 1, stream)
+        if logits:
+            self._lm_head(buf.norm_output(), buf.logits(), stream)
 
     def _combine(self, b: CombinerBuffers, source: DevicePtr, stacked: bool, rows: int, stream: StreamLike) -> None:
         """b.streams of b.embed and `source`, which is not read after the second norm: it may be `b.h_in` or

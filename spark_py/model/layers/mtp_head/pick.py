@@ -5,7 +5,6 @@ depend on what the module computes between them."""
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 
 import ml_dtypes
 import numpy as np
@@ -41,10 +40,6 @@ class MtpHeadPick(MtpHeadLife):
     draft_token_id_dev: DevicePtr
     argmax_k: KernelHandle
     embed_from_argmax_k: KernelHandle
-
-    @abstractmethod
-    def _lm_head(self, normed: DevicePtr, logits: DevicePtr, stream: StreamLike) -> None:
-        """logits BF16 [draft_vocab] of normed BF16 [h]."""
 
     # ------------------------------------------------------------ the row's place
 

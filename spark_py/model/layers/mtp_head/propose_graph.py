@@ -158,8 +158,8 @@ def chain_drafts(
     stream: StreamLike,
 ) -> None:
     """Queue, or capture, drafts one after the other: the embedding of the last id in `ssm_qkvz`; `forward(hidden, meta,
-    stream)`, which ends with `norm_output` and gives the next draft's hidden row; LM head and id, by `pick` where there
-    is one, which writes no logits. The host finds each id where `told` says."""
+    stream)`, which makes `logits`, or `norm_output` alone for a `pick`, and gives the next draft's hidden row; the id.
+    The host finds each id where `told` says."""
     gpu, table, h, exchange, embed_k = head.gpu, head.embed_tokens, head.h, inputs.exchange, head.embed_from_argmax_k
     embed, normed, logits = ctx.buffers.ssm_qkvz(), ctx.buffers.norm_output(), ctx.buffers.logits()
     exchange.fetch(
@@ -175,7 +175,6 @@ def chain_drafts(
         if pick is not None:
             pick.run(normed, told, None if last else embed, 1, stream)
             continue
-        head._lm_head(normed, logits, stream)
         # The last id is read by the host alone.
         picked = told if last else inputs.id(draft)
         argmax_bf16(gpu, head.argmax_k, logits, picked, head.draft_vocab, stream)
@@ -345,7 +344,7 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
         pick = self.lm_head_argmax if self.picks else None
 
         def forward(hidden: DevicePtr, meta: AttnMetadataDev, on: StreamLike) -> DevicePtr:
-            self._forward_to_norm(embed, hidden, meta, ctx, on)
+            (self._forward_row if pick is None else self._forward_to_norm)(embed, hidden, meta, ctx, on)
             return self._chain_hidden(ctx)
 
         def work(on: StreamLike) -> None:
