@@ -10,20 +10,27 @@
 
 #include "spark_mma_step.cuh"
 
-constexpr unsigned E2M1_MAGNITUDE = 0x01c001c0u;
-
+// One instruction, which the compiler does not take apart into a shift and a mask for each use: bits of `set` where the
+// mask has 1, of `clear` elsewhere.
 __device__ __forceinline__ unsigned spark_choose(unsigned mask, unsigned set, unsigned clear) {
+#ifndef SPARK_EMULATED
+    unsigned chosen;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(chosen) : "r"(set), "r"(mask), "r"(clear));
+    return chosen;
+#else
     return (set & mask) | (clear & ~mask);
+#endif
 }
 
-// pairs[j]: codes j (low half) and j + 4. Thirteen instructions, five of them shifts to the left, which need not be
-// done by the unit of the others.
+// pairs[j]: codes j (low half) and j + 4. Thirteen instructions, six of them shifts to the left, which need not be done
+// by the unit of the others.
 __device__ __forceinline__ void spark_e2m1_pairs(unsigned codes, unsigned (&pairs)[4]) {
-    const unsigned even = codes & 0x08080808u;
-    const unsigned odd = codes & 0x80808080u;
+    constexpr unsigned MAGNITUDE = 0x01c001c0u;
+    const unsigned even = spark_choose(0x08080808u, codes, 0u);
+    const unsigned odd = spark_choose(0x80808080u, codes, 0u);
     const unsigned upper = codes >> 6;
-    pairs[0] = spark_choose(E2M1_MAGNITUDE, codes << 6, even << 12);
-    pairs[1] = spark_choose(E2M1_MAGNITUDE, codes << 2, odd << 8);
-    pairs[2] = spark_choose(E2M1_MAGNITUDE, upper << 4, even << 4);
-    pairs[3] = spark_choose(E2M1_MAGNITUDE, upper, odd);
+    pairs[0] = spark_choose(MAGNITUDE, codes << 6, even << 12);
+    pairs[1] = spark_choose(MAGNITUDE, codes << 2, odd << 8);
+    pairs[2] = spark_choose(MAGNITUDE, upper << 4, even << 4);
+    pairs[3] = spark_choose(MAGNITUDE, upper, odd);
 }
