@@ -46,11 +46,15 @@ struct GemvMatrices {
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
 struct GemvFormat {
-    // Copies are of `matrix` and its `left` outputs from `output` on, from now on.
+    // Copies are of `matrix` and its outputs from `output` on, from now on: of the warp's first stripe.
     template <class Matrix>
-    __device__ __forceinline__ void enter(const Matrix&, unsigned output, unsigned left, unsigned row_stripes) {}
-    // Starts copies of what else the next of the warp's stripes needs.
-    __device__ __forceinline__ void copy(unsigned slot) {}
+    __device__ __forceinline__ void enter(const Matrix&, unsigned output, unsigned row_stripes) {}
+    // Copies are of what lies so many stripes further on.
+    __device__ __forceinline__ void advance(size_t stripes) {}
+    // Starts copies of what else a stripe needs; `left` outputs exist.
+    __device__ __forceinline__ void copy(unsigned slot, unsigned left) {}
+    // Reads x ahead, where a format does, of the warp's `stripes`.
+    __device__ __forceinline__ void start(const uint4* x, unsigned stripes, bool live) {}
     // Reads it for the lane's chunk p.
     __device__ __forceinline__ void read_scales(unsigned, unsigned) {}
 };
@@ -71,6 +75,14 @@ __device__ __forceinline__ Matrix find(const GemvMatrices<Matrix>& all, unsigned
     }
     output = tile * GEMV_TILE;
     return which == 0u ? all.each[0] : which == 1u ? all.each[1] : all.each[2];
+}
+
+// A value that the compiler keeps in a register where it could make it again and again: of use in loops.
+__device__ __forceinline__ unsigned kept(unsigned value) {
+#ifndef SPARK_EMULATED
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
 }
 
 // Where chunk `unit` of output `row` lies in a stripe: neighbouring outputs start in different banks.
@@ -103,8 +115,12 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     const unsigned chunks = K / Format::CHUNK;
     const unsigned row_stripes = (chunks + GEMV_UNITS - 1u) / GEMV_UNITS;
     const unsigned tiles = tiles_of(all.each[0].n) + tiles_of(all.each[1].n) + tiles_of(all.each[2].n);
-    uint4(*ring)[GEMV_TILE * GEMV_UNITS] = rings[warp];
-    const unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
+    uint4* const ring = rings[0][0];
+    constexpr unsigned SLOT = GEMV_TILE * GEMV_UNITS;
+    const unsigned stripes = kept(row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u);
+    const unsigned begin = warp * GEMV_STAGES * SLOT;
+    const unsigned to = kept(begin + place(lane / GEMV_UNITS, lane % GEMV_UNITS));
+    const unsigned mine = kept(begin + place(g, t));
     const uint4* x = reinterpret_cast<const uint4*>(X) + static_cast<size_t>(g < M ? g : 0u) * (K / 8u);
 
     // What is copied next: a stripe of a tile. A lane copies chunk lane % 8 of outputs lane / 8, + 4, + 8 and + 12.
@@ -112,24 +128,18 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     unsigned ahead = 0u;
     unsigned slot_ahead = 0u;
     const uint4* from = nullptr;
-    unsigned left = 0u;                    // outputs of the tile
-    unsigned rows[GEMV_COPIES] = {};       // WHOLE: chunks before the outputs that the lane copies of
+    unsigned left = 0u;   // outputs of the tile
+    unsigned alike = 0u;  // tiles below this one are as whole as the last, and of the same matrix
     const auto enter = [&]() {
         unsigned output;
         const Matrix matrix = find(all, ahead_tile, output);
-        left = matrix.n - output;
+        from = matrix.weights + static_cast<size_t>(output + lane / GEMV_UNITS) * chunks;
         if constexpr (Format::WHOLE) {
-            // Outputs that do not exist are the last one again, so that no copy needs a condition.
-            from = matrix.weights + static_cast<size_t>(output) * chunks + warp * GEMV_UNITS + lane % GEMV_UNITS;
-#pragma unroll
-            for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
-                const unsigned row = lane / GEMV_UNITS + i * (SPARK_WARP / GEMV_UNITS);
-                rows[i] = (row < left ? row : left - 1u) * chunks;
-            }
-        } else {
-            from = matrix.weights + static_cast<size_t>(output + lane / GEMV_UNITS) * chunks;
+            from += warp * GEMV_UNITS + lane % GEMV_UNITS;
         }
-        format.enter(matrix, output, left, row_stripes);
+        format.enter(matrix, output, row_stripes);
+        left = matrix.n - output;
+        alike = ahead_tile + left / GEMV_TILE;
     };
     const auto copy_next = [&]() {
         if (ahead_tile < tiles && stripes > 0u) {
@@ -139,25 +149,31 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
                 constexpr unsigned STEP = SPARK_WARP / GEMV_UNITS;
                 const unsigned row = lane / GEMV_UNITS + i * STEP;
-                uint4* to = &ring[slot_ahead][place(lane / GEMV_UNITS, lane % GEMV_UNITS) + i * STEP * GEMV_UNITS];
+                uint4* slot = &ring[to + slot_ahead * SLOT + i * STEP * GEMV_UNITS];
                 if constexpr (Format::WHOLE) {
-                    spark_copy_16(to, from + rows[i], true);
+                    spark_copy_16(slot, from + i * STEP * chunks, row < left);
                 } else {
                     const bool live = chunk < chunks && row < left;
                     const uint4* source = from + static_cast<size_t>(i * STEP) * chunks + chunk;
-                    spark_copy_16(to, live ? source : from, live);
+                    spark_copy_16(slot, live ? source : from, live);
                 }
             }
-            format.copy(slot_ahead);
-            if constexpr (Format::WHOLE) {
-                from += GEMV_WARPS * GEMV_UNITS;
-            }
+            format.copy(slot_ahead, left);
             slot_ahead = slot_ahead + 1u == GEMV_STAGES ? 0u : slot_ahead + 1u;
             ahead += 1u;
-            if (ahead == stripes) {
+            if (ahead < stripes) {
+                if constexpr (Format::WHOLE) {
+                    from += GEMV_WARPS * GEMV_UNITS;
+                    format.advance(GEMV_WARPS);
+                }
+            } else {
                 ahead = 0u;
                 ahead_tile += gridDim.x;
-                if (ahead_tile < tiles) {
+                if (Format::WHOLE && ahead_tile < alike) {
+                    const unsigned outputs = gridDim.x * GEMV_TILE;
+                    from += static_cast<size_t>(outputs) * chunks - (stripes - 1u) * (GEMV_WARPS * GEMV_UNITS);
+                    format.advance(static_cast<size_t>(outputs) * row_stripes - (stripes - 1u) * GEMV_WARPS);
+                } else if (ahead_tile < tiles) {
                     enter();
                 }
             }
@@ -172,20 +188,25 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     for (unsigned s = 0u; s < GEMV_STAGES; ++s) {
         copy_next();
     }
+    format.start(x, stripes, g < M);
     unsigned buffer = 0u;
     unsigned slot = 0u;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float sum[4] = {};
         for (unsigned stripe = 0u; stripe < stripes; ++stripe) {
-            format.read_x(x, (stripe * GEMV_WARPS + warp) * GEMV_UNITS + t, chunks, g < M);
+            if constexpr (Format::WHOLE) {
+                format.read_x(stripe);
+            } else {
+                format.read_x(x, (stripe * GEMV_WARPS + warp) * GEMV_UNITS + t, chunks, g < M);
+            }
             spark_copies_wait<GEMV_STAGES - 1u>();
             __syncwarp();
             uint4 low[GEMV_PIECES];
             uint4 high[GEMV_PIECES];
 #pragma unroll
             for (unsigned p = 0u; p < GEMV_PIECES; ++p) {
-                low[p] = ring[slot][place(g, 4u * p + t)];
-                high[p] = ring[slot][place(g + 8u, 4u * p + t)];
+                low[p] = ring[(mine ^ (4u * p)) + slot * SLOT];
+                high[p] = ring[(mine ^ (4u * p)) + slot * SLOT + 8u * GEMV_UNITS];
                 format.read_scales(slot, p);
             }
             __syncwarp();
@@ -196,11 +217,11 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                 format.multiply(sum, p, low[p], high[p]);
             }
         }
-        float(*mine)[GEMV_ROWS] = sums[buffer][warp];
-        mine[g][2u * t] = sum[0];
-        mine[g][2u * t + 1u] = sum[1];
-        mine[g + 8u][2u * t] = sum[2];
-        mine[g + 8u][2u * t + 1u] = sum[3];
+        float(*parts)[GEMV_ROWS] = sums[buffer][warp];
+        parts[g][2u * t] = sum[0];
+        parts[g][2u * t + 1u] = sum[1];
+        parts[g + 8u][2u * t] = sum[2];
+        parts[g + 8u][2u * t + 1u] = sum[3];
         __syncthreads();
         const unsigned row = threadIdx.x / GEMV_TILE;
         if (row < M) {

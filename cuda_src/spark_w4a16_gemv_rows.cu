@@ -44,49 +44,60 @@ struct Nvfp4 : GemvFormat {
     static constexpr unsigned CHUNK = 32u;
     static constexpr bool WHOLE = true;
     static constexpr unsigned BUFFERS = 2u;
+    static constexpr unsigned X_STEP = 4u * GEMV_WARPS * GEMV_UNITS;  // between stripes of a warp
 
-    uint4 (*ring)[GEMV_TILE];  // the warp's: 16 bytes are an output's scales of a stripe
+    uint4* ring;               // 16 bytes are an output's scales of a stripe
+    unsigned to;               // where the lane's copies go in the warp's first slot
+    unsigned mine;             // where the lane's scales are, in pairs of scales
     const uint4* scales_from;  // what the lane copies next
-    const uint4* x_row;
+    const uint4* x_row;  // what the lane reads of the warp's first stripe
+    unsigned x_steps;
+    unsigned x_at;
+    unsigned x_next;
     bool x_live;
     uint4 rows[4];                         // eight elements of x each; zeros of a row that does not exist
     unsigned short scale[GEMV_PIECES][2];  // of output g and g + 8: two E4M3 each
 
     // Lanes below 16 copy the scales of an output each.
-    __device__ __forceinline__ void enter(const Matrix& matrix, unsigned output, unsigned left, unsigned row_stripes) {
-        const unsigned row = threadIdx.x % GEMV_TILE;
-        scales_from = matrix.scales + static_cast<size_t>(output + (row < left ? row : left - 1u)) * row_stripes +
+    __device__ __forceinline__ void enter(const Matrix& matrix, unsigned output, unsigned row_stripes) {
+        scales_from = matrix.scales + static_cast<size_t>(output + threadIdx.x % GEMV_TILE) * row_stripes +
                       threadIdx.x / SPARK_WARP;
     }
 
-    __device__ __forceinline__ void copy(unsigned slot) {
-        const unsigned lane = threadIdx.x % SPARK_WARP;
-        if (lane < GEMV_TILE) {
-            spark_copy_16(&ring[slot][lane], scales_from, true);
+    __device__ __forceinline__ void advance(size_t stripes) { scales_from += stripes; }
+
+    __device__ __forceinline__ void copy(unsigned slot, unsigned left) {
+        if (threadIdx.x % SPARK_WARP < GEMV_TILE) {
+            spark_copy_16(&ring[to + slot * GEMV_TILE], scales_from, threadIdx.x % GEMV_TILE < left);
         }
-        scales_from += GEMV_WARPS;
     }
 
     __device__ __forceinline__ void read_scales(unsigned slot, unsigned p) {
-        const unsigned short* scales = reinterpret_cast<const unsigned short*>(ring[slot]);
-        const unsigned g = threadIdx.x % SPARK_WARP / 4u;
-        const unsigned t = threadIdx.x % 4u;
-        scale[p][0] = scales[g * 8u + 4u * p + t];
-        scale[p][1] = scales[(g + 8u) * 8u + 4u * p + t];
+        const unsigned short* scales = reinterpret_cast<const unsigned short*>(ring) + slot * GEMV_TILE * 8u + mine;
+        scale[p][0] = scales[4u * p];
+        scale[p][1] = scales[4u * p + 64u];
     }
 
-    __device__ __forceinline__ void read_x(const uint4* x, unsigned first, unsigned, bool live) {
-        x_row = x + 4u * first;
-        x_live = live;
+    // x is read a piece ahead; after a tile's last one comes the first again.
+    __device__ __forceinline__ void start(const uint4* x, unsigned stripes, bool live) {
+        x_row = x + 4u * (threadIdx.x / SPARK_WARP * GEMV_UNITS + threadIdx.x % 4u);
+        x_steps = stripes;
+        x_live = live && stripes > 0u;
 #pragma unroll
         for (unsigned w = 0u; w < 4u; ++w) {
-            spark_load_16(rows[w], x_row + w, live);
+            spark_load_16(rows[w], x_row + w, x_live);
         }
+    }
+
+    __device__ __forceinline__ void read_x(unsigned stripe) {
+        x_at = stripe * X_STEP;
+        x_next = stripe + 1u == x_steps ? 0u : x_at + X_STEP;
     }
 
     __device__ __forceinline__ void multiply(float (&sum)[4], unsigned p, const uint4& low, const uint4& high) {
         const unsigned low_words[4] = {low.x, low.y, low.z, low.w};
         const unsigned high_words[4] = {high.x, high.y, high.z, high.w};
+        const uint4* next = x_row + (p + 1u < GEMV_PIECES ? x_at + 16u * (p + 1u) : x_next);
         unsigned scales[2][2];
         raise(scale[p][0], scales[0]);
         raise(scale[p][1], scales[1]);
@@ -101,9 +112,7 @@ struct Nvfp4 : GemvFormat {
                       {__byte_perm(a.x, a.z, 0x5410u), __byte_perm(a.x, a.z, 0x7632u)});
             spark_mma(sum, {first[2], second[2], first[3], second[3]},
                       {__byte_perm(a.y, a.w, 0x5410u), __byte_perm(a.y, a.w, 0x7632u)});
-            if (p + 1u < GEMV_PIECES) {
-                spark_load_16(rows[w], x_row + 16u * (p + 1u) + w, x_live);
-            }
+            spark_load_16(rows[w], next + w, x_live);
         }
     }
 
@@ -135,6 +144,9 @@ extern "C" __global__ void __launch_bounds__(256, 3)
                                             matrix(W1, S1, Y1, N1, stride1, scale2_1),
                                             matrix(W2, S2, Y2, N2, stride2, scale2_2)}};
     Nvfp4 format = {};
-    format.ring = scale_rings[threadIdx.x / SPARK_WARP];
+    const unsigned warp_begin = threadIdx.x / SPARK_WARP * GEMV_STAGES * GEMV_TILE;
+    format.ring = scale_rings[0][0];
+    format.to = kept(warp_begin + threadIdx.x % SPARK_WARP);
+    format.mine = kept(warp_begin * 8u + threadIdx.x % SPARK_WARP / 4u * 8u + threadIdx.x % 4u);
     tiled_gemv_rows(format, X, all, M, K, head_dim);
 }
