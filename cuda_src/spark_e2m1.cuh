@@ -8,19 +8,7 @@
 // codes are kept apart, so that all other bits of theirs are 0 or not chosen.
 #pragma once
 
-#include "spark_mma_step.cuh"
-
-// One instruction, which the compiler does not take apart into a shift and a mask for each use: bits of `set` where the
-// mask has 1, of `clear` elsewhere.
-__device__ __forceinline__ unsigned spark_choose(unsigned mask, unsigned set, unsigned clear) {
-#ifndef SPARK_EMULATED
-    unsigned chosen;
-    asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(chosen) : "r"(set), "r"(mask), "r"(clear));
-    return chosen;
-#else
-    return (set & mask) | (clear & ~mask);
-#endif
-}
+#include "spark_choose.cuh"
 
 // pairs[j]: codes j (low half) and j + 4. Thirteen instructions, six of them shifts to the left, which need not be done
 // by the unit of the others.

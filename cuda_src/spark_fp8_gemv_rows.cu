@@ -7,21 +7,25 @@
 // A stripe is 128 k, steps in ascending order of the words of four bytes: lane 4 g + t takes 16 elements at a time. Of a
 // word's bytes the pairs (0, 2) and (1, 3) lie where one shift brings both to the halves of a word.
 
+#include "spark_choose.cuh"
 #include "spark_gemv_rows.cuh"
 
 constexpr unsigned FP8_RAISE = 0x7b807b80u;  // 2^120 twice: what bytes come too small by
 
-// Pairs (0, 2) and (1, 3) of a word of E4M3 bytes, as BF16. Exact; 0x7f and 0xff are NaN.
+// Bit 7 of a byte that is NaN, 0x7f or 0xff; other bits are anything.
+__device__ __forceinline__ unsigned nans(unsigned bytes) { return (bytes & 0x7f7f7f7fu) + 0x01010101u; }
+
+// Pairs (0, 2) and (1, 3) of a word of E4M3 bytes, as BF16. Exact; without NANS, NaN comes out as 480.
+template <bool NANS>
 __device__ __forceinline__ void decode(unsigned bytes, unsigned (&pairs)[2]) {
-    pairs[0] = multiply_pair(((bytes << 4) & 0x07f007f0u) | ((bytes << 8) & 0x80008000u), FP8_RAISE);
-    pairs[1] = multiply_pair(((bytes >> 4) & 0x07f007f0u) | (bytes & 0x80008000u), FP8_RAISE);
-    // Bit 7 of a byte that is NaN. Seldom any is.
-    const unsigned nan = ((bytes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
-    if (nan != 0u) {
-        pairs[0] |= (nan & 0x00000080u) != 0u ? 0x00007fffu : 0u;
-        pairs[0] |= (nan & 0x00800000u) != 0u ? 0x7fff0000u : 0u;
-        pairs[1] |= (nan & 0x00008000u) != 0u ? 0x00007fffu : 0u;
-        pairs[1] |= (nan & 0x80000000u) != 0u ? 0x7fff0000u : 0u;
+    constexpr unsigned MAGNITUDE = 0x07f007f0u;
+    const unsigned signs = spark_choose(0x80808080u, bytes, 0u);
+    pairs[0] = multiply_pair(spark_choose(MAGNITUDE, bytes << 4, signs << 8), FP8_RAISE);
+    pairs[1] = multiply_pair(spark_choose(MAGNITUDE, bytes >> 4, signs), FP8_RAISE);
+    if (NANS) {
+        const unsigned nan = nans(bytes);
+        pairs[0] |= ((nan & 0x00000080u) != 0u ? 0x00007fffu : 0u) | ((nan & 0x00800000u) != 0u ? 0x7fff0000u : 0u);
+        pairs[1] |= ((nan & 0x00008000u) != 0u ? 0x00007fffu : 0u) | ((nan & 0x80000000u) != 0u ? 0x7fff0000u : 0u);
     }
 }
 
@@ -50,9 +54,9 @@ struct Fp8 : GemvFormat {
         }
     }
 
-    __device__ __forceinline__ void multiply(float (&sum)[4], unsigned p, const uint4& low, const uint4& high) const {
-        const unsigned low_words[4] = {low.x, low.y, low.z, low.w};
-        const unsigned high_words[4] = {high.x, high.y, high.z, high.w};
+    template <bool NANS>
+    __device__ __forceinline__ void steps(float (&sum)[4], unsigned p, const unsigned (&low)[4],
+                                          const unsigned (&high)[4]) const {
 #pragma unroll
         for (unsigned w = 0u; w < 4u; ++w) {
             const uint4 a = rows[p][w / 2u];
@@ -60,10 +64,25 @@ struct Fp8 : GemvFormat {
             const unsigned odd = w % 2u == 0u ? a.y : a.w;
             unsigned lower[2];
             unsigned upper[2];
-            decode(low_words[w], lower);
-            decode(high_words[w], upper);
+            decode<NANS>(low[w], lower);
+            decode<NANS>(high[w], upper);
             spark_mma(sum, {lower[0], upper[0], lower[1], upper[1]},
                       {__byte_perm(even, odd, 0x5410u), __byte_perm(even, odd, 0x7632u)});
+        }
+    }
+
+    __device__ __forceinline__ void multiply(float (&sum)[4], unsigned p, const uint4& low, const uint4& high) const {
+        const unsigned low_words[4] = {low.x, low.y, low.z, low.w};
+        const unsigned high_words[4] = {high.x, high.y, high.z, high.w};
+        unsigned nan = 0u;
+#pragma unroll
+        for (unsigned w = 0u; w < 4u; ++w) {
+            nan |= nans(low_words[w]) | nans(high_words[w]);
+        }
+        if (__any_sync(SPARK_FULL_MASK, (nan & 0x80808080u) != 0u)) {  // seldom
+            steps<true>(sum, p, low_words, high_words);
+        } else {
+            steps<false>(sum, p, low_words, high_words);
         }
     }
 
