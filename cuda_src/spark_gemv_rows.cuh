@@ -46,15 +46,11 @@ struct GemvMatrices {
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
 struct GemvFormat {
-    // Copies are of `matrix` and its outputs from `output` on, from now on: of the warp's first stripe.
+    // Copies are of `matrix` and its outputs from `output` on, from now on.
     template <class Matrix>
-    __device__ __forceinline__ void enter(const Matrix&, unsigned output, unsigned row_stripes) {}
-    // Copies are of what lies so many stripes further on.
-    __device__ __forceinline__ void advance(size_t stripes) {}
-    // Starts copies of what else a stripe needs; `left` outputs exist.
-    __device__ __forceinline__ void copy(unsigned slot, unsigned left) {}
-    // Reads x ahead, where a format does, of the warp's `stripes`.
-    __device__ __forceinline__ void start(const uint4* x, unsigned stripes, bool live) {}
+    __device__ __forceinline__ void enter(const Matrix&, unsigned, unsigned) {}
+    // Starts copies of what else a stripe needs.
+    __device__ __forceinline__ void copy(unsigned, unsigned, unsigned, const uint4*) {}
     // Reads it for the lane's chunk p.
     __device__ __forceinline__ void read_scales(unsigned, unsigned) {}
 };
@@ -75,14 +71,6 @@ __device__ __forceinline__ Matrix find(const GemvMatrices<Matrix>& all, unsigned
     }
     output = tile * GEMV_TILE;
     return which == 0u ? all.each[0] : which == 1u ? all.each[1] : all.each[2];
-}
-
-// A value that the compiler keeps in a register where it could make it again and again: of use in loops.
-__device__ __forceinline__ unsigned kept(unsigned value) {
-#ifndef SPARK_EMULATED
-    asm volatile("" : "+r"(value));
-#endif
-    return value;
 }
 
 // Where chunk `unit` of output `row` lies in a stripe: neighbouring outputs start in different banks.
@@ -115,12 +103,8 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     const unsigned chunks = K / Format::CHUNK;
     const unsigned row_stripes = (chunks + GEMV_UNITS - 1u) / GEMV_UNITS;
     const unsigned tiles = tiles_of(all.each[0].n) + tiles_of(all.each[1].n) + tiles_of(all.each[2].n);
-    uint4* const ring = rings[0][0];
-    constexpr unsigned SLOT = GEMV_TILE * GEMV_UNITS;
-    const unsigned stripes = kept(row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u);
-    const unsigned begin = warp * GEMV_STAGES * SLOT;
-    const unsigned to = kept(begin + place(lane / GEMV_UNITS, lane % GEMV_UNITS));
-    const unsigned mine = kept(begin + place(g, t));
+    uint4(*ring)[GEMV_TILE * GEMV_UNITS] = rings[warp];
+    const unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
     const uint4* x = reinterpret_cast<const uint4*>(X) + static_cast<size_t>(g < M ? g : 0u) * (K / 8u);
 
     // What is copied next: a stripe of a tile. A lane copies chunk lane % 8 of outputs lane / 8, + 4, + 8 and + 12.
@@ -128,18 +112,13 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     unsigned ahead = 0u;
     unsigned slot_ahead = 0u;
     const uint4* from = nullptr;
-    unsigned left = 0u;   // outputs of the tile
-    unsigned alike = 0u;  // tiles below this one are as whole as the last, and of the same matrix
+    unsigned left = 0u;  // outputs of the tile
     const auto enter = [&]() {
         unsigned output;
         const Matrix matrix = find(all, ahead_tile, output);
         from = matrix.weights + static_cast<size_t>(output + lane / GEMV_UNITS) * chunks;
-        if constexpr (Format::WHOLE) {
-            from += warp * GEMV_UNITS + lane % GEMV_UNITS;
-        }
         format.enter(matrix, output, row_stripes);
         left = matrix.n - output;
-        alike = ahead_tile + left / GEMV_TILE;
     };
     const auto copy_next = [&]() {
         if (ahead_tile < tiles && stripes > 0u) {
@@ -149,31 +128,17 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
                 constexpr unsigned STEP = SPARK_WARP / GEMV_UNITS;
                 const unsigned row = lane / GEMV_UNITS + i * STEP;
-                uint4* slot = &ring[to + slot_ahead * SLOT + i * STEP * GEMV_UNITS];
-                if constexpr (Format::WHOLE) {
-                    spark_copy_16(slot, from + i * STEP * chunks, row < left);
-                } else {
-                    const bool live = chunk < chunks && row < left;
-                    const uint4* source = from + static_cast<size_t>(i * STEP) * chunks + chunk;
-                    spark_copy_16(slot, live ? source : from, live);
-                }
+                const bool live = (Format::WHOLE || chunk < chunks) && row < left;
+                const uint4* source = from + static_cast<size_t>(i * STEP) * chunks + chunk;
+                spark_copy_16(&ring[slot_ahead][place(row, lane % GEMV_UNITS)], live ? source : from, live);
             }
-            format.copy(slot_ahead, left);
+            format.copy(slot_ahead, stripe, left, from);
             slot_ahead = slot_ahead + 1u == GEMV_STAGES ? 0u : slot_ahead + 1u;
             ahead += 1u;
-            if (ahead < stripes) {
-                if constexpr (Format::WHOLE) {
-                    from += GEMV_WARPS * GEMV_UNITS;
-                    format.advance(GEMV_WARPS);
-                }
-            } else {
+            if (ahead == stripes) {
                 ahead = 0u;
                 ahead_tile += gridDim.x;
-                if (Format::WHOLE && ahead_tile < alike) {
-                    const unsigned outputs = gridDim.x * GEMV_TILE;
-                    from += static_cast<size_t>(outputs) * chunks - (stripes - 1u) * (GEMV_WARPS * GEMV_UNITS);
-                    format.advance(static_cast<size_t>(outputs) * row_stripes - (stripes - 1u) * GEMV_WARPS);
-                } else if (ahead_tile < tiles) {
+                if (ahead_tile < tiles) {
                     enter();
                 }
             }
@@ -188,25 +153,20 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     for (unsigned s = 0u; s < GEMV_STAGES; ++s) {
         copy_next();
     }
-    format.start(x, stripes, g < M);
     unsigned buffer = 0u;
     unsigned slot = 0u;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float sum[4] = {};
         for (unsigned stripe = 0u; stripe < stripes; ++stripe) {
-            if constexpr (Format::WHOLE) {
-                format.read_x(stripe);
-            } else {
-                format.read_x(x, (stripe * GEMV_WARPS + warp) * GEMV_UNITS + t, chunks, g < M);
-            }
+            format.read_x(x, (stripe * GEMV_WARPS + warp) * GEMV_UNITS + t, chunks, g < M);
             spark_copies_wait<GEMV_STAGES - 1u>();
             __syncwarp();
             uint4 low[GEMV_PIECES];
             uint4 high[GEMV_PIECES];
 #pragma unroll
             for (unsigned p = 0u; p < GEMV_PIECES; ++p) {
-                low[p] = ring[(mine ^ (4u * p)) + slot * SLOT];
-                high[p] = ring[(mine ^ (4u * p)) + slot * SLOT + 8u * GEMV_UNITS];
+                low[p] = ring[slot][place(g, 4u * p + t)];
+                high[p] = ring[slot][place(g + 8u, 4u * p + t)];
                 format.read_scales(slot, p);
             }
             __syncwarp();
@@ -217,30 +177,28 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                 format.multiply(sum, p, low[p], high[p]);
             }
         }
-        float(*parts)[GEMV_ROWS] = sums[buffer][warp];
-        parts[g][2u * t] = sum[0];
-        parts[g][2u * t + 1u] = sum[1];
-        parts[g + 8u][2u * t] = sum[2];
-        parts[g + 8u][2u * t + 1u] = sum[3];
+        float(*mine)[GEMV_ROWS] = sums[buffer][warp];
+        mine[g][2u * t] = sum[0];
+        mine[g][2u * t + 1u] = sum[1];
+        mine[g + 8u][2u * t] = sum[2];
+        mine[g + 8u][2u * t + 1u] = sum[3];
         __syncthreads();
+        unsigned first;
+        const Matrix matrix = find(all, tile, first);
         const unsigned row = threadIdx.x / GEMV_TILE;
-        if (row < M) {
-            unsigned first;
-            const Matrix matrix = find(all, tile, first);
-            unsigned output = first + threadIdx.x % GEMV_TILE;
-            if (output < matrix.n) {
-                float total = sums[buffer][0][output - first][row];
+        unsigned output = first + threadIdx.x % GEMV_TILE;
+        if (row < M && output < matrix.n) {
+            float total = sums[buffer][0][output - first][row];
 #pragma unroll
-                for (unsigned w = 1u; w < GEMV_WARPS; ++w) {
-                    total = total + sums[buffer][w][output - first][row];
-                }
-                total = Format::scaled(matrix, output, total);
-                if (head_dim > 0u && tile < tiles_of(all.each[0].n)) {
-                    const unsigned half = output / head_dim % 2u;
-                    output = output / (2u * head_dim) * head_dim + half * (all.each[0].n / 2u) + output % head_dim;
-                }
-                spark_store(matrix.out + static_cast<size_t>(row) * matrix.stride + output, total);
+            for (unsigned w = 1u; w < GEMV_WARPS; ++w) {
+                total = total + sums[buffer][w][output - first][row];
             }
+            total = Format::scaled(matrix, output, total);
+            if (head_dim > 0u && tile < tiles_of(all.each[0].n)) {
+                const unsigned half = output / head_dim % 2u;
+                output = output / (2u * head_dim) * head_dim + half * (all.each[0].n / 2u) + output % head_dim;
+            }
+            spark_store(matrix.out + static_cast<size_t>(row) * matrix.stride + output, total);
         }
         if constexpr (Format::BUFFERS == 2u) {
             buffer ^= 1u;

@@ -11,7 +11,7 @@
 
 #include "spark_e2m1.cuh"
 #include "spark_fp8.cuh"
-#include "spark_gemv_rows.cuh"
+#include "spark_gemv_pairs.cuh"
 
 constexpr unsigned W4_RAISED = 0x7a007a00u;  // 2^117 twice: codes come 2^126 times too small, and stay 2^9 times so
 constexpr float W4_LOWERED = 512.0f;
@@ -39,80 +39,60 @@ struct Nvfp4Matrix : GemvMatrix {
     float scale2;
 };
 
-struct Nvfp4 : GemvFormat {
+struct Nvfp4 : PairFormat {
     using Matrix = Nvfp4Matrix;
     static constexpr unsigned CHUNK = 32u;
     static constexpr bool WHOLE = true;
-    static constexpr unsigned BUFFERS = 2u;
-    static constexpr unsigned X_STEP = 4u * GEMV_WARPS * GEMV_UNITS;  // between stripes of a warp
 
     uint4* ring;               // 16 bytes are an output's scales of a stripe
-    unsigned to;               // where the lane's copies go in the warp's first slot
+    unsigned to;               // where the lane's copies go
     unsigned mine;             // where the lane's scales are, in pairs of scales
     const uint4* scales_from;  // what the lane copies next
-    const uint4* x_row;  // what the lane reads of the warp's first stripe
-    unsigned x_steps;
-    unsigned x_at;
-    unsigned x_next;
-    bool x_live;
-    uint4 rows[4];                         // eight elements of x each; zeros of a row that does not exist
-    unsigned short scale[GEMV_PIECES][2];  // of output g and g + 8: two E4M3 each
+    unsigned short scale[2][GEMV_PIECES][2];  // of output g and g + 8 of each tile: two E4M3 each
 
-    // Lanes below 16 copy the scales of an output each.
+    // A lane copies the scales of output lane.
     __device__ __forceinline__ void enter(const Matrix& matrix, unsigned output, unsigned row_stripes) {
-        scales_from = matrix.scales + static_cast<size_t>(output + threadIdx.x % GEMV_TILE) * row_stripes +
+        scales_from = matrix.scales + static_cast<size_t>(output + threadIdx.x % SPARK_WARP) * row_stripes +
                       threadIdx.x / SPARK_WARP;
     }
 
-    __device__ __forceinline__ void advance(size_t stripes) { scales_from += stripes; }
-
-    __device__ __forceinline__ void copy(unsigned slot, unsigned left) {
-        if (threadIdx.x % SPARK_WARP < GEMV_TILE) {
-            spark_copy_16(&ring[to + slot * GEMV_TILE], scales_from, threadIdx.x % GEMV_TILE < left);
-        }
+    __device__ __forceinline__ void copy(unsigned left) {
+        spark_copy_16(&ring[to], scales_from, threadIdx.x % SPARK_WARP < left);
+        scales_from += PAIR_WARPS;
     }
 
-    __device__ __forceinline__ void read_scales(unsigned slot, unsigned p) {
-        const unsigned short* scales = reinterpret_cast<const unsigned short*>(ring) + slot * GEMV_TILE * 8u + mine;
-        scale[p][0] = scales[4u * p];
-        scale[p][1] = scales[4u * p + 64u];
-    }
-
-    // x is read a piece ahead; after a tile's last one comes the first again.
-    __device__ __forceinline__ void start(const uint4* x, unsigned stripes, bool live) {
-        x_row = x + 4u * (threadIdx.x / SPARK_WARP * GEMV_UNITS + threadIdx.x % 4u);
-        x_steps = stripes;
-        x_live = live && stripes > 0u;
+    __device__ __forceinline__ void read() {
+        const unsigned short* scales = reinterpret_cast<const unsigned short*>(ring) + mine;
 #pragma unroll
-        for (unsigned w = 0u; w < 4u; ++w) {
-            spark_load_16(rows[w], x_row + w, x_live);
+        for (unsigned i = 0u; i < 4u; ++i) {
+            scale[i / 2u][0][i % 2u] = scales[64u * i];
+            scale[i / 2u][1][i % 2u] = scales[64u * i + 4u];
         }
     }
 
-    __device__ __forceinline__ void read_x(unsigned stripe) {
-        x_at = stripe * X_STEP;
-        x_next = stripe + 1u == x_steps ? 0u : x_at + X_STEP;
+    // Elements (0, 4), (1, 5), (2, 6), (3, 7), as the codes lie.
+    static __device__ __forceinline__ uint4 ready(const uint4& x) {
+        return make_uint4(__byte_perm(x.x, x.z, 0x5410u), __byte_perm(x.x, x.z, 0x7632u),
+                          __byte_perm(x.y, x.w, 0x5410u), __byte_perm(x.y, x.w, 0x7632u));
     }
 
-    __device__ __forceinline__ void multiply(float (&sum)[4], unsigned p, const uint4& low, const uint4& high) {
+    template <class Used>
+    __device__ __forceinline__ void multiply(float (&sum)[4], unsigned h, unsigned p, const uint4& low,
+                                             const uint4& high, const uint4 (&x)[4], Used used) const {
         const unsigned low_words[4] = {low.x, low.y, low.z, low.w};
         const unsigned high_words[4] = {high.x, high.y, high.z, high.w};
-        const uint4* next = x_row + (p + 1u < GEMV_PIECES ? x_at + 16u * (p + 1u) : x_next);
         unsigned scales[2][2];
-        raise(scale[p][0], scales[0]);
-        raise(scale[p][1], scales[1]);
+        raise(scale[h][p][0], scales[0]);
+        raise(scale[h][p][1], scales[1]);
 #pragma unroll
         for (unsigned w = 0u; w < 4u; ++w) {
-            const uint4 a = rows[w];
             unsigned first[4];
             unsigned second[4];
             decode(low_words[w], scales[0][w / 2u], first);
             decode(high_words[w], scales[1][w / 2u], second);
-            spark_mma(sum, {first[0], second[0], first[1], second[1]},
-                      {__byte_perm(a.x, a.z, 0x5410u), __byte_perm(a.x, a.z, 0x7632u)});
-            spark_mma(sum, {first[2], second[2], first[3], second[3]},
-                      {__byte_perm(a.y, a.w, 0x5410u), __byte_perm(a.y, a.w, 0x7632u)});
-            spark_load_16(rows[w], next + w, x_live);
+            spark_mma(sum, {first[0], second[0], first[1], second[1]}, {x[w].x, x[w].y});
+            spark_mma(sum, {first[2], second[2], first[3], second[3]}, {x[w].z, x[w].w});
+            used(w);
         }
     }
 
@@ -124,7 +104,7 @@ struct Nvfp4 : GemvFormat {
 
 // Yi[m * stride_i + n] = bf16(scale2_i * sum over k of X[m, k] * code_i[n, k] * scale_i[n, k / 16]): tiled_gemv_rows.
 // K % 256 == 0; scales on 16-byte addresses too.
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(128, 4)
     spark_w4a16_gemv_rows(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W0,
                           const unsigned char* __restrict__ W1, const unsigned char* __restrict__ W2,
                           const unsigned char* __restrict__ S0, const unsigned char* __restrict__ S1,
@@ -133,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
                           unsigned int N0, unsigned int N1, unsigned int N2, unsigned int K, unsigned int stride0,
                           unsigned int stride1, unsigned int stride2, float scale2_0, float scale2_1, float scale2_2,
                           unsigned int head_dim) {
-    __shared__ uint4 scale_rings[GEMV_WARPS][GEMV_STAGES][GEMV_TILE];
+    __shared__ uint4 scale_rings[PAIR_WARPS * PAIR_OUTPUTS];
     const auto matrix = [](const unsigned char* codes, const unsigned char* scales, __nv_bfloat16* out, unsigned n,
                            unsigned stride, float scale2) {
         return Nvfp4Matrix{{reinterpret_cast<const uint4*>(codes), out, n, stride},
@@ -144,9 +124,8 @@ extern "C" __global__ void __launch_bounds__(256, 3)
                                             matrix(W1, S1, Y1, N1, stride1, scale2_1),
                                             matrix(W2, S2, Y2, N2, stride2, scale2_2)}};
     Nvfp4 format = {};
-    const unsigned warp_begin = threadIdx.x / SPARK_WARP * GEMV_STAGES * GEMV_TILE;
-    format.ring = scale_rings[0][0];
-    format.to = kept(warp_begin + threadIdx.x % SPARK_WARP);
-    format.mine = kept(warp_begin * 8u + threadIdx.x % SPARK_WARP / 4u * 8u + threadIdx.x % 4u);
-    tiled_gemv_rows(format, X, all, M, K, head_dim);
+    format.ring = scale_rings;
+    format.to = kept(threadIdx.x);
+    format.mine = kept(threadIdx.x / SPARK_WARP * PAIR_OUTPUTS * 8u + threadIdx.x % SPARK_WARP / 4u * 8u + threadIdx.x % 4u);
+    paired_gemv_rows(format, X, all, M, K, head_dim);
 }

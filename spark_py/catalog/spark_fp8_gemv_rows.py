@@ -23,6 +23,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(16),
         reference.spark_fp8_gemv_rows,
         _spark_fp8_gemv_rows,
-        shared_bytes=36864,
+        shared_bytes=24576,
+        threads=128,
     ),
 )

@@ -8,7 +8,7 @@ from .mutants import Mutant, Patch
 CUH = "spark_gemv_rows.cuh"
 _SPLIT_PY = "result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)"
 _HALF_CU = "const unsigned half = output / head_dim % 2u;"
-_LIVE_CU = "chunk < chunks && row < left;"
+_LIVE_CU = "(Format::WHOLE || chunk < chunks) && row < left;"
 _WARPS_CU = "for (unsigned w = 1u; w < GEMV_WARPS; ++w) {"
 
 
