@@ -21,8 +21,11 @@ __device__ __forceinline__ void raise(unsigned short codes, unsigned (&words)[2]
     float scales[2];
     spark_widen_e4m3(codes, scales);
     const unsigned pair = multiply_pair(spark_pack(scales[0], scales[1]), W4_RAISED);
-    words[0] = __byte_perm(pair, pair, 0x1010u);
-    words[1] = __byte_perm(pair, pair, 0x3232u);
+    const __nv_bfloat162 both = *reinterpret_cast<const __nv_bfloat162*>(&pair);
+    const __nv_bfloat162 low = __halves2bfloat162(both.x, both.x);  // no instruction: the product takes a half twice
+    const __nv_bfloat162 high = __halves2bfloat162(both.y, both.y);
+    words[0] = *reinterpret_cast<const unsigned*>(&low);
+    words[1] = *reinterpret_cast<const unsigned*>(&high);
 }
 
 // Pairs (0, 4), (1, 5), (2, 6), (3, 7) of a word of codes times a scale.
