@@ -37,29 +37,42 @@ __device__ __forceinline__ unsigned long long argmax_key(float sum, unsigned ind
     return static_cast<unsigned long long>(rank) << 32 | (0xffffffffu - index);
 }
 
-// The best output that a thread has seen; those of a thread are of one row.
+// The best output that a thread has seen of each of its rows: of a tile of OUTPUTS outputs, thread t of THREADS takes
+// output t % OUTPUTS of rows t / OUTPUTS, + THREADS / OUTPUTS and so on.
+template <unsigned OUTPUTS, unsigned THREADS>
 struct GemvArgmax {
-    unsigned long long best = 0ull;
+    static constexpr unsigned STEP = THREADS / OUTPUTS;
+    static constexpr unsigned TURNS = (GEMV_ROWS + STEP - 1u) / STEP;
+    unsigned long long best[TURNS] = {};
 
     template <class Matrix>
-    __device__ __forceinline__ void take(const Matrix&, unsigned, unsigned output, float sum) {
+    __device__ __forceinline__ void take(const Matrix&, unsigned row, unsigned output, float sum) {
         const unsigned long long key = argmax_key(sum, output);
-        best = key > best ? key : best;
+#pragma unroll
+        for (unsigned turn = 0u; turn < TURNS; ++turn) {
+            if (row / STEP == turn) {
+                best[turn] = key > best[turn] ? key : best[turn];
+            }
+        }
     }
 
     // After the last tile, by all threads of all blocks.
     __device__ __forceinline__ void finish(unsigned M, const ArgmaxState& state, const ArgmaxResult& to) {
         __shared__ unsigned ids[GEMV_ROWS];
         __shared__ bool last;
-        const unsigned row = threadIdx.x / GEMV_TILE;
 #pragma unroll
-        for (unsigned step = GEMV_TILE / 2u; step > 0u; step /= 2u) {
-            const unsigned long long other = __shfl_xor_sync(SPARK_FULL_MASK, best, step);
-            best = other > best ? other : best;
-        }
-        if (threadIdx.x % GEMV_TILE == 0u && row < M) {
-            atomicMax(state.best + row, best);
-            __threadfence();  // before the block counts as done
+        for (unsigned turn = 0u; turn < TURNS; ++turn) {
+            const unsigned row = threadIdx.x / OUTPUTS + turn * STEP;
+            unsigned long long winner = best[turn];
+#pragma unroll
+            for (unsigned step = OUTPUTS / 2u; step > 0u; step /= 2u) {
+                const unsigned long long other = __shfl_xor_sync(SPARK_FULL_MASK, winner, step);
+                winner = other > winner ? other : winner;
+            }
+            if (threadIdx.x % OUTPUTS == 0u && row < M) {
+                atomicMax(state.best + row, winner);
+                __threadfence();  // before the block counts as done
+            }
         }
         __syncthreads();
         if (threadIdx.x == 0u) {

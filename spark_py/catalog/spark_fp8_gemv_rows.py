@@ -28,7 +28,8 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(16),
         reference.spark_fp8_gemv_rows,
         _spark_fp8_gemv_rows,
-        shared_bytes=36864,
+        shared_bytes=24576,
+        threads=128,
     ),
     gemv_argmax_kernel(
         "spark_fp8_gemv_rows",
@@ -39,6 +40,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(16),
         reference.spark_fp8_gemv_rows_argmax,
         _spark_fp8_gemv_rows_argmax,
-        shared_bytes=36864,
+        shared_bytes=24576,
+        threads=128,
     ),
 )

@@ -28,7 +28,8 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(256),
         reference.spark_w4a16_gemv_rows,
         _spark_w4a16_gemv_rows,
-        shared_bytes=40960,
+        shared_bytes=26624,
+        threads=128,
         factors=tuple(f32(f"scale2_{i}") for i in MATRICES),
     ),
     gemv_argmax_kernel(
@@ -40,7 +41,8 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(256),
         reference.spark_w4a16_gemv_rows_argmax,
         _spark_w4a16_gemv_rows_argmax,
-        shared_bytes=40960,
+        shared_bytes=26624,
+        threads=128,
         factors=(f32("scale2"),),
     ),
 )

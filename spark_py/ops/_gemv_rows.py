@@ -31,21 +31,29 @@ class ProjectionOf(Generic[W]):
     stride: int
 
 
+def blocks_for(tiles: int, resident: int) -> int:
+    """As many blocks as give each the same number of tiles, all of them running at once."""
+    return div_ceil(tiles, div_ceil(tiles, resident))
+
+
+def all_blocks(tiles: int, resident: int) -> int:
+    """As many blocks as run at once: some have a tile more than the others."""
+    return min(tiles, resident)
+
+
 @dataclass(frozen=True, slots=True)
 class RowsFormat(Generic[W]):
-    """A format of weights: k is a multiple of `step`, for the reason `why`; `resident` blocks run at the same time on
-    the GPU that the kernel was tuned on; a matrix has these `pointers` and, before head_dim, this `factor`."""
+    """A format of weights: k is a multiple of `step`, for the reason `why`; `resident` blocks of `threads` run at the
+    same time on the GPU that the kernel was tuned on, and share tiles as `blocks` says; a matrix has these `pointers`
+    and, before head_dim, this `factor`."""
 
     step: int
     why: str
     resident: int
     pointers: tuple[Callable[[W], DevicePtr], ...]
     factor: Callable[[W], float] | None = None
-
-
-def blocks_for(tiles: int, resident: int) -> int:
-    """As many blocks as give each the same number of tiles, all of them running at once."""
-    return div_ceil(tiles, div_ceil(tiles, resident))
+    threads: int = 256
+    blocks: Callable[[int, int], int] = blocks_for
 
 
 def launch_rows(
@@ -72,8 +80,8 @@ def launch_rows(
         raise InvalidArgumentError("n", projections[0].n, f"a multiple of 2 * head_dim = {2 * head_dim} is needed")
     tiles = sum(div_ceil(each.n, TILE) for each in projections)
     missing = MAX_MATRICES - len(projections)
-    launch = KernelLaunch(gpu, kernel).grid((blocks_for(tiles, form.resident), 1, 1)).block((256, 1, 1))
-    launch.arg_ptr(input)
+    launch = KernelLaunch(gpu, kernel).grid((form.blocks(tiles, form.resident), 1, 1))
+    launch.block((form.threads, 1, 1)).arg_ptr(input)
     null = [DevicePtr.NULL] * missing
     operands = [[pointer(each.weight) for each in projections] for pointer in form.pointers]
     for pointers in (*operands, [each.output for each in projections]):
@@ -124,8 +132,8 @@ def launch_argmax(
     if count("m", m) > MAX_ROWS:
         raise InvalidArgumentError("m", m, f"the kernel takes {MAX_ROWS} rows at most")
     multiple_of("k", k, form.step, form.why)
-    blocks = blocks_for(div_ceil(count("n", n), TILE), form.resident)
-    launch = KernelLaunch(gpu, kernel).grid((blocks, 1, 1)).block((256, 1, 1)).arg_ptr(input)
+    blocks = form.blocks(div_ceil(count("n", n), TILE), form.resident)
+    launch = KernelLaunch(gpu, kernel).grid((blocks, 1, 1)).block((form.threads, 1, 1)).arg_ptr(input)
     for pointer in form.pointers:
         launch.arg_ptr(pointer(weight))
     for ptr in (ids, table, embed, room.best, room.done):

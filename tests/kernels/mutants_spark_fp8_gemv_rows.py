@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from .gemv_rows_mutants import overwritten_sums, past_the_row, shared_mutants
+from .gemv_rows_mutants import PAIRS, paired_mutants, past_the_row
 from .mutants import Mutant, Patch
 
 _MODULE = "spark_fp8_gemv_rows"
 _CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
 
 MUTANTS: tuple[Mutant, ...] = (
-    *shared_mutants(_MODULE),
-    past_the_row(_MODULE),
-    overwritten_sums(_MODULE),
+    *paired_mutants(_MODULE),
+    past_the_row(_MODULE, PAIRS),
     Mutant(
         _CHECK,
         "scale of the tile's first output",
@@ -36,20 +35,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _CHECK,
         "a NaN byte is 480",
-        cu=Patch(_CU, "if (nan != 0u) {", "if (nan == 1u) {"),
+        cu=Patch(_CU, "(nan & 0x80808080u) != 0u)) {  // seldom", "nan == 1u)) {"),
     ),
     Mutant(
         _CHECK,
         "bytes without a sign",
-        cu=Patch(_CU, "| (bytes & 0x80008000u), FP8_RAISE);", "| (bytes & 0u), FP8_RAISE);"),
+        cu=Patch(_CU, "spark_choose(0x80808080u, bytes, 0u);", "0u;"),
     ),
     Mutant(
         _CHECK,
         "elements 1 and 2 of a word swapped",
         cu=Patch(
             _CU,
-            "{__byte_perm(even, odd, 0x5410u), __byte_perm(even, odd, 0x7632u)}",
-            "{even, odd}",
+            "make_uint4(__byte_perm(x.x, x.y, 0x5410u), __byte_perm(x.x, x.y, 0x7632u),",
+            "make_uint4(x.x, x.y,",
         ),
     ),
 )

@@ -8,8 +8,9 @@ from .mutants import Mutant, Patch
 
 _CUH = "spark_gemv_argmax.cuh"
 _ROUNDED_CU = "__float_as_uint(__bfloat162float(__float2bfloat16_rn(sum)));"
-_TAKE_CU = "take(const Matrix&, unsigned, unsigned output, float sum) {\n"
-_TAKE_LATE_CU = "take(const Matrix& matrix, unsigned, unsigned output, float sum) {\n"
+_TAKE_CU = "take(const Matrix&, unsigned row, unsigned output, float sum) {\n"
+_TAKE_LATE_CU = "take(const Matrix& matrix, unsigned row, unsigned output, float sum) {\n"
+_BETTER_CU = "best[turn] = key > best[turn] ? key : best[turn];"
 _CALLS = {
     "spark_gemv_rows": "winners(spark_gemv_rows(x, weights), table)",
     "spark_fp8_gemv_rows": "winners(spark_fp8_gemv_rows(x, codes, scales), table)",
@@ -23,7 +24,7 @@ def _mutants(module: str) -> tuple[Mutant, ...]:
         Mutant(
             check,
             "a later one of equal outputs of a thread",
-            cu=Patch(_CUH, "best = key > best ? key : best;", "best = key >> 32 >= best >> 32 ? key : best;"),
+            cu=Patch(_CUH, _BETTER_CU, _BETTER_CU.replace("key > best[turn]", "key >> 32 >= best[turn] >> 32")),
             py=Patch(file, call, call.replace("), table)", ")[:, ::-1], table)")),
         ),
         Mutant(check, "compared before they are rounded", cu=Patch(_CUH, _ROUNDED_CU, "__float_as_uint(sum);")),
@@ -36,7 +37,10 @@ def _mutants(module: str) -> tuple[Mutant, ...]:
                 "            return;\n        }\n",
             ),
         ),
-        Mutant(check, "half of a row's lanes", cu=Patch(_CUH, "step = GEMV_TILE / 2u;", "step = GEMV_TILE / 4u;")),
+        Mutant(check, "half of a row's lanes", cu=Patch(_CUH, "step = OUTPUTS / 2u;", "step = OUTPUTS / 4u;")),
+        Mutant(check, "all rows of a thread are one", cu=Patch(_CUH, "if (row / STEP == turn) {", "if (turn == 0u) {"))
+        if module != "spark_gemv_rows" else
+        Mutant(check, "the first row alone", cu=Patch(_CUH, "== 0u && row < M) {", "== 0u && row < 1u) {")),
         Mutant(check, "the first block is the last", cu=Patch(_CUH, "+ 1u == gridDim.x;", "== 0u;")),
         Mutant(check, "blocks that are done stay counted", cu=Patch(_CUH, "*state.done = 0u;", "")),
         Mutant(check, "winners stay", cu=Patch(_CUH, "atomicExch(state.best + threadIdx.x, 0ull);",
