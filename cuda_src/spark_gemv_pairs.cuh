@@ -57,6 +57,7 @@ __device__ __forceinline__ void paired_gemv_rows(Format format, const __nv_bfloa
     __shared__ float sums[2][PAIR_WARPS][PAIR_OUTPUTS][GEMV_ROWS];
     using Matrix = typename Format::Matrix;
     constexpr unsigned WORDS = Format::CHUNK / 8u;  // of x, for a chunk
+    spark_let_next_start();
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
     const unsigned g = lane / 4u;
@@ -119,6 +120,7 @@ __device__ __forceinline__ void paired_gemv_rows(Format format, const __nv_bfloa
     unsigned outputs = left;  // of the pair at hand
     copy(0u);
     copy(1u);
+    spark_wait_for_previous();
 
     const uint4* const x = kept(reinterpret_cast<const uint4*>(X) + static_cast<size_t>(g < M ? g : 0u) * (K / 8u));
     const unsigned first_chunk = kept(warp * GEMV_UNITS + t);

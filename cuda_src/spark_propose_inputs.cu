@@ -34,6 +34,8 @@ extern "C" __global__ void spark_propose_inputs(const unsigned char* given, cons
                                                 const __nv_bfloat16* embed_table, unsigned char* slab,
                                                 unsigned char* hidden, __nv_bfloat16* embed, unsigned int row_bytes,
                                                 unsigned int hidden_size) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ size_t word;
     const unsigned row = blockIdx.y;
     const unsigned part = blockIdx.z;

@@ -23,7 +23,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         "spark_fp8_gemv_rows",
         [
             *operand("W", "u8", lambda c, i: (outputs(c, i), c.K), align=WIDE_LOAD),
-            *operand("S", "f32", lambda c, i: (outputs(c, i),)),
+            *operand("S", "f32", lambda c, i: (outputs(c, i),), early=False),
         ],
         whole(16),
         reference.spark_fp8_gemv_rows,
@@ -34,7 +34,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     gemv_argmax_kernel(
         "spark_fp8_gemv_rows",
         [
-            pointer("W", "u8", "r", lambda c: (c.N, c.K), align=WIDE_LOAD),
+            pointer("W", "u8", "r", lambda c: (c.N, c.K), align=WIDE_LOAD, early=True),
             pointer("S", "f32", "r", lambda c: (c.N,)),
         ],
         whole(16),

@@ -30,7 +30,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ),
     gemv_argmax_kernel(
         "spark_gemv_rows",
-        [pointer("W", "bf16", "r", lambda c: (c.N, c.K), align=WIDE_LOAD)],
+        [pointer("W", "bf16", "r", lambda c: (c.N, c.K), align=WIDE_LOAD, early=True)],
         whole_chunks,
         reference.spark_gemv_rows_argmax,
         _spark_gemv_rows_argmax,

@@ -35,8 +35,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     gemv_argmax_kernel(
         "spark_w4a16_gemv_rows",
         [
-            pointer("W", "u8", "r", lambda c: (c.N, c.K // 2), align=WIDE_LOAD),
-            pointer("S", "u8", "r", lambda c: (c.N, c.K // 16), align=WIDE_LOAD),
+            pointer("W", "u8", "r", lambda c: (c.N, c.K // 2), align=WIDE_LOAD, early=True),
+            pointer("S", "u8", "r", lambda c: (c.N, c.K // 16), align=WIDE_LOAD, early=True),
         ],
         whole(256),
         reference.spark_w4a16_gemv_rows_argmax,

@@ -8,6 +8,8 @@ from .mutants import Mutant, Patch
 CUH, PAIRS = "spark_gemv_rows.cuh", "spark_gemv_pairs.cuh"
 _SPLIT_PY = "result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)"
 _HALF_CU = "const unsigned half = output / head_dim % 2u;"
+_WAIT_CU = "    spark_wait_for_previous();
+"
 
 
 def _warps(header: str) -> str:
@@ -35,6 +37,7 @@ def shared_mutants(module: str, header: str = CUH) -> tuple[Mutant, ...]:
             "one warp left out of the sum",
             cu=Patch(header, warps, warps.replace("w = 1u", "w = 2u")),
         ),
+        Mutant(check, "the kernel before is not waited for", cu=Patch(header, _WAIT_CU, ""), race=True),
     )
 
 
