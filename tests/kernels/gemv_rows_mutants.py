@@ -8,8 +8,7 @@ from .mutants import Mutant, Patch
 CUH, PAIRS = "spark_gemv_rows.cuh", "spark_gemv_pairs.cuh"
 _SPLIT_PY = "result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)"
 _HALF_CU = "const unsigned half = output / head_dim % 2u;"
-_WAIT_CU = "    spark_wait_for_previous();
-"
+_WAIT_CU = "    spark_wait_for_previous();\n"
 
 
 def _warps(header: str) -> str:
