@@ -15,6 +15,12 @@
 
 constexpr unsigned W4_RAISED = 0x7a007a00u;  // 2^117 twice: codes come 2^126 times too small, and stay 2^9 times so
 constexpr float W4_LOWERED = 512.0f;
+// Blocks on a multiprocessor. Code for the later architectures spills with as few registers as four leave.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr unsigned W4_BLOCKS = 3u;
+#else
+constexpr unsigned W4_BLOCKS = 4u;
+#endif
 
 // Two E4M3 scales, raised, each as BF16 in both halves of a word. Exact; NaN stays NaN.
 __device__ __forceinline__ void raise(unsigned short codes, unsigned (&words)[2]) {
@@ -107,7 +113,7 @@ struct Nvfp4 : PairFormat {
 
 // Yi[m * stride_i + n] = bf16(scale2_i * sum over k of X[m, k] * code_i[n, k] * scale_i[n, k / 16]): tiled_gemv_rows.
 // K % 256 == 0; scales on 16-byte addresses too.
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(128, W4_BLOCKS)
     spark_w4a16_gemv_rows(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W0,
                           const unsigned char* __restrict__ W1, const unsigned char* __restrict__ W2,
                           const unsigned char* __restrict__ S0, const unsigned char* __restrict__ S1,
