@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// Module spark_fp8_gemv_rows: spark_gemv_rows.cuh on E4M3 matrices with a scale a row.
+// Module spark_fp8_gemv_rows: spark_gemv_pairs.cuh on E4M3 matrices with a scale a row.
 //
 // A weight is value * scale[n]. Every E4M3 value is a BF16 number and goes as such through tensor-core steps with FP32
 // sums; the sum is multiplied by the row's scale and rounded once.
 //
-// A stripe is 128 k, steps in ascending order of the words of four bytes: lane 4 g + t takes 16 elements at a time. Of a
-// word's bytes the pairs (0, 2) and (1, 3) lie where one shift brings both to the halves of a word.
+// A stripe is 128 k, steps in ascending order of the words of four bytes: lane 4 g + t takes 16 elements at a time. The
+// conversion to FP16, exact too, is one instruction for two bytes from sm_89 on, and knows NaN; by way of FP32 it is four
+// for a pair, where shifts, masks and a look for NaN are seven.
 
 #include "spark_fp8.cuh"
 #include "spark_gemv_pairs.cuh"

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// Module spark_w4a16_gemv_rows: spark_gemv_rows.cuh on NVFP4 matrices.
+// Module spark_w4a16_gemv_rows: spark_gemv_pairs.cuh on NVFP4 matrices.
 //
 // A row of K weights is K / 2 bytes of E2M1 codes (low nibble first) and K / 16 block scales in E4M3; a weight is
 // code * scale * scale2. code * scale has six significant bits, so it is a BF16 number, and goes as such, 2^9 times
 // smaller, through tensor-core steps with FP32 sums. The sum is multiplied by 2^9 scale2 and rounded once.
 //
 // A stripe is 256 k, steps in ascending order of the words of eight codes: lane 4 g + t takes the 32 elements from 32 t
-// on. Of a word's codes 0 .. 7 the pairs (0, 4), (1, 5), (2, 6) and (3, 7) lie where one shift brings both to the halves
-// of a word. Scales are copied as codes are, into a ring beside theirs.
+// on, of codes in the pairs of spark_e2m1.cuh. Scales of both tiles are copied as codes are, into a ring beside theirs.
 
 #include "spark_e2m1.cuh"
 #include "spark_fp8.cuh"
