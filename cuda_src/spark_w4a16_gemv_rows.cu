@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// Module spark_w4a16_gemv_rows: spark_gemv_rows.cuh on NVFP4 matrices.
+// Module spark_w4a16_gemv_rows: spark_gemv_pairs.cuh on NVFP4 matrices.
 //
 // A row of K weights is K / 2 bytes of E2M1 codes (low nibble first) and K / 16 block scales in E4M3; a weight is
 // code * scale * scale2. code * scale has six significant bits, so it is a BF16 number, and goes as such, 2^9 times
 // smaller, through tensor-core steps with FP32 sums. The sum is multiplied by 2^9 scale2 and rounded once.
 //
 // A stripe is 256 k, steps in ascending order of the words of eight codes: lane 4 g + t takes the 32 elements from 32 t
-// on. Of a word's codes 0 .. 7 the pairs (0, 4), (1, 5), (2, 6) and (3, 7) lie where one shift brings both to the halves
-// of a word. Scales are copied as codes are, into a ring beside theirs.
+// on, of codes in the pairs of spark_e2m1.cuh. Scales of both tiles are copied as codes are, into a ring beside theirs.
 
 #include "spark_e2m1.cuh"
 #include "spark_fp8.cuh"
@@ -16,6 +15,12 @@
 
 constexpr unsigned W4_RAISED = 0x7a007a00u;  // 2^117 twice: codes come 2^126 times too small, and stay 2^9 times so
 constexpr float W4_LOWERED = 512.0f;
+// Blocks on a multiprocessor. Code for the later architectures spills with as few registers as four leave.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr unsigned W4_BLOCKS = 3u;
+#else
+constexpr unsigned W4_BLOCKS = 4u;
+#endif
 
 // Two E4M3 scales, raised, each as BF16 in both halves of a word. Exact; NaN stays NaN.
 __device__ __forceinline__ void raise(unsigned short codes, unsigned (&words)[2]) {
@@ -117,7 +122,7 @@ __device__ __forceinline__ Nvfp4 nvfp4_format(uint4* ring) {
 
 // Yi[m * stride_i + n] = bf16(scale2_i * sum over k of X[m, k] * code_i[n, k] * scale_i[n, k / 16]): tiled_gemv_rows.
 // K % 256 == 0; scales on 16-byte addresses too.
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(128, W4_BLOCKS)
     spark_w4a16_gemv_rows(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W0,
                           const unsigned char* __restrict__ W1, const unsigned char* __restrict__ W2,
                           const unsigned char* __restrict__ S0, const unsigned char* __restrict__ S1,
@@ -141,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 
 // ids[m] = argmax over n of bf16(scale2 * sum over k of X[m, k] * code[n, k] * scale[n, k / 16]), embed[m] = row ids[m]
 // of embed_table: spark_gemv_argmax.cuh. K % 256 == 0; embed_table and embed as for spark_gemv_rows_argmax.
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(128, W4_BLOCKS)
     spark_w4a16_gemv_rows_argmax(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W,
                                  const unsigned char* __restrict__ S, unsigned int* ids,
                                  const __nv_bfloat16* __restrict__ embed_table, __nv_bfloat16* embed,
