@@ -38,7 +38,7 @@ class Planted:
 NEARLY = TOP + 1
 """Rounds to TOP."""
 PLANTED: Sequence[Planted] = (
-    Planted(40, 3, {3: TOP, 35: TOP, 39: TOP}),
+    Planted(56, 19, {19: TOP, 35: TOP, 51: TOP}),
     Planted(40, 5, {20: NEARLY, 5: TOP, 37: NEARLY}, blocks=2),
     Planted(37, 36, {36: TOP}, rows=3, blocks=3),
     Planted(70, 60, {2: np.nan, 60: TOP, 61: np.nan}, rows=8, blocks=2),
