@@ -58,8 +58,6 @@ struct GemvArgmax {
 
     // After the last tile, by all threads of all blocks.
     __device__ __forceinline__ void finish(unsigned M, const ArgmaxState& state, const ArgmaxResult& to) {
-        __shared__ unsigned ids[GEMV_ROWS];
-        __shared__ bool last;
 #pragma unroll
         for (unsigned turn = 0u; turn < TURNS; ++turn) {
             const unsigned row = threadIdx.x / OUTPUTS + turn * STEP;
@@ -75,33 +73,32 @@ struct GemvArgmax {
             }
         }
         __syncthreads();
-        if (threadIdx.x == 0u) {
-            last = atomicAdd(state.done, 1u) + 1u == gridDim.x;
-        }
-        __syncthreads();
-        if (!last) {
+        // No shared memory here: with a byte more than the ring's, a block less of them fits.
+        if (__syncthreads_or(threadIdx.x == 0u && atomicAdd(state.done, 1u) + 1u == gridDim.x) == 0) {
             return;
         }
-        if (threadIdx.x < M) {
-            const unsigned long long winner = atomicExch(state.best + threadIdx.x, 0ull);
+        __threadfence();  // what follows sees what every block did before it counted
+        for (unsigned r = 0u; r < M; ++r) {
+            const unsigned long long winner = *static_cast<volatile unsigned long long*>(state.best + r);
             const unsigned id = winner == 0ull ? 0u : 0xffffffffu - static_cast<unsigned>(winner);
-            to.ids[threadIdx.x] = id;
-            ids[threadIdx.x] = id;
+            if (threadIdx.x == r) {
+                to.ids[r] = id;
+            }
+            if (to.embed != nullptr) {
+                const __nv_bfloat16* from = to.table + static_cast<size_t>(id) * to.width;
+                __nv_bfloat16* into = to.embed + static_cast<size_t>(r) * to.width;
+                // Rows of K elements, which the weights' format has in multiples of 16 bytes.
+                for (unsigned i = threadIdx.x; i < to.width / 8u; i += THREADS) {
+                    reinterpret_cast<uint4*>(into)[i] = reinterpret_cast<const uint4*>(from)[i];
+                }
+            }
+        }
+        __syncthreads();  // all have read the winners
+        if (threadIdx.x < M) {
+            state.best[threadIdx.x] = 0ull;
         }
         if (threadIdx.x == 0u) {
             *state.done = 0u;
-        }
-        __syncthreads();
-        if (to.embed == nullptr) {
-            return;
-        }
-        for (unsigned r = 0u; r < M; ++r) {
-            const __nv_bfloat16* from = to.table + static_cast<size_t>(ids[r]) * to.width;
-            __nv_bfloat16* into = to.embed + static_cast<size_t>(r) * to.width;
-            // Rows of K elements, which the weights' format has in multiples of 16 bytes.
-            for (unsigned i = threadIdx.x; i < to.width / 8u; i += blockDim.x) {
-                reinterpret_cast<uint4*>(into)[i] = reinterpret_cast<const uint4*>(from)[i];
-            }
         }
     }
 };

@@ -41,14 +41,13 @@ def _mutants(module: str) -> tuple[Mutant, ...]:
         Mutant(check, "all rows of a thread are one", cu=Patch(_CUH, "if (row / STEP == turn) {", "if (turn == 0u) {"))
         if module != "spark_gemv_rows" else
         Mutant(check, "the first row alone", cu=Patch(_CUH, "== 0u && row < M) {", "== 0u && row < 1u) {")),
-        Mutant(check, "the first block is the last", cu=Patch(_CUH, "+ 1u == gridDim.x;", "== 0u;")),
+        Mutant(check, "the first block is the last", cu=Patch(_CUH, "+ 1u == gridDim.x)", "== 0u)")),
         Mutant(check, "blocks that are done stay counted", cu=Patch(_CUH, "*state.done = 0u;", "")),
-        Mutant(check, "winners stay", cu=Patch(_CUH, "atomicExch(state.best + threadIdx.x, 0ull);",
-                                               "atomicMax(state.best + threadIdx.x, 0ull);")),
+        Mutant(check, "winners stay", cu=Patch(_CUH, "            state.best[threadIdx.x] = 0ull;\n", "")),
         Mutant(
             check,
             "embeddings of the first row's winner",
-            cu=Patch(_CUH, "static_cast<size_t>(ids[r])", "static_cast<size_t>(ids[0] + r)"),
+            cu=Patch(_CUH, "static_cast<size_t>(id) * to.width", "static_cast<size_t>(to.ids[0]) * to.width"),
             py=Patch(file, f"{call}", call.replace(", table)", ", None if table is None else table[::-1])")),
         ),
     )  # fmt: skip
