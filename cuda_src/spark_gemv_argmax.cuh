@@ -78,17 +78,20 @@ struct GemvArgmax {
             return;
         }
         __threadfence();  // what follows sees what every block did before it counted
-        for (unsigned r = 0u; r < M; ++r) {
-            const unsigned long long winner = *static_cast<volatile unsigned long long*>(state.best + r);
+        // Each row has as many threads as the others.
+        const unsigned share = THREADS / (M <= 1u ? 1u : M <= 2u ? 2u : M <= 4u ? 4u : GEMV_ROWS);
+        const unsigned row = threadIdx.x / share;
+        if (row < M) {
+            const unsigned long long winner = *static_cast<volatile unsigned long long*>(state.best + row);
             const unsigned id = winner == 0ull ? 0u : 0xffffffffu - static_cast<unsigned>(winner);
-            if (threadIdx.x == r) {
-                to.ids[r] = id;
+            if (threadIdx.x % share == 0u) {
+                to.ids[row] = id;
             }
             if (to.embed != nullptr) {
                 const __nv_bfloat16* from = to.table + static_cast<size_t>(id) * to.width;
-                __nv_bfloat16* into = to.embed + static_cast<size_t>(r) * to.width;
+                __nv_bfloat16* into = to.embed + static_cast<size_t>(row) * to.width;
                 // Rows of K elements, which the weights' format has in multiples of 16 bytes.
-                for (unsigned i = threadIdx.x; i < to.width / 8u; i += THREADS) {
+                for (unsigned i = threadIdx.x % share; i < to.width / 8u; i += share) {
                     reinterpret_cast<uint4*>(into)[i] = reinterpret_cast<const uint4*>(from)[i];
                 }
             }
