@@ -61,7 +61,7 @@ struct Fp8 : PairFormat {
 
 // Yi[m * stride_i + n] = bf16(scale_i[n] * sum over k of X[m, k] * value_i[n, k]), codes [Ni, K], scales FP32 [Ni]:
 // tiled_gemv_rows. K % 16 == 0.
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(256, PAIR_BLOCKS)
     spark_fp8_gemv_rows(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W0,
                         const unsigned char* __restrict__ W1, const unsigned char* __restrict__ W2,
                         const float* __restrict__ S0, const float* __restrict__ S1, const float* __restrict__ S2,
