@@ -62,7 +62,7 @@ struct Fp8 : PairFormat {
 
 // Yi[m * stride_i + n] = bf16(scale_i[n] * sum over k of X[m, k] * value_i[n, k]), codes [Ni, K], scales FP32 [Ni]:
 // tiled_gemv_rows. K % 16 == 0.
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(256, PAIR_BLOCKS)
     spark_fp8_gemv_rows(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W0,
                         const unsigned char* __restrict__ W1, const unsigned char* __restrict__ W2,
                         const float* __restrict__ S0, const float* __restrict__ S1, const float* __restrict__ S2,
@@ -78,14 +78,14 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 
 // ids[m] = argmax over n of bf16(scale[n] * sum over k of X[m, k] * value[n, k]), embed[m] = row ids[m] of embed_table:
 // spark_gemv_argmax.cuh. K % 16 == 0; embed_table and embed as for spark_gemv_rows_argmax.
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(256, PAIR_BLOCKS)
     spark_fp8_gemv_rows_argmax(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W,
                                const float* __restrict__ S, unsigned int* ids,
                                const __nv_bfloat16* __restrict__ embed_table, __nv_bfloat16* embed,
                                unsigned long long* best, unsigned int* done, unsigned int M, unsigned int N,
                                unsigned int K) {
     const GemvMatrices<Fp8Matrix> all = {{{{reinterpret_cast<const uint4*>(W), nullptr, N, N}, S}, {}, {}}};
-    GemvArgmax<PAIR_OUTPUTS, 128u> argmax;
+    GemvArgmax<PAIR_OUTPUTS, 2u> argmax;
     paired_gemv_rows(Fp8{}, X, all, M, K, 0u, argmax);
     argmax.finish(M, {best, done}, {ids, embed_table, embed, K});
 }

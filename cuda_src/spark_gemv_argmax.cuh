@@ -37,20 +37,19 @@ __device__ __forceinline__ unsigned long long argmax_key(float sum, unsigned ind
     return static_cast<unsigned long long>(rank) << 32 | (0xffffffffu - index);
 }
 
-// The best output that a thread has seen of each of its rows: of a tile of OUTPUTS outputs, thread t of THREADS takes
-// output t % OUTPUTS of rows t / OUTPUTS, + THREADS / OUTPUTS and so on.
-template <unsigned OUTPUTS, unsigned THREADS>
+// The best output that a thread has seen of each of its rows: of a tile of OUTPUTS outputs, thread t takes output
+// t % OUTPUTS of row t / OUTPUTS and, where TURNS is 2, of row (t + blockDim.x) / OUTPUTS, if there is one.
+template <unsigned OUTPUTS, unsigned TURNS>
 struct GemvArgmax {
-    static constexpr unsigned STEP = THREADS / OUTPUTS;
-    static constexpr unsigned TURNS = (GEMV_ROWS + STEP - 1u) / STEP;
     unsigned long long best[TURNS] = {};
 
     template <class Matrix>
     __device__ __forceinline__ void take(const Matrix&, unsigned row, unsigned output, float sum) {
         const unsigned long long key = argmax_key(sum, output);
+        const unsigned step = blockDim.x / OUTPUTS;
 #pragma unroll
         for (unsigned turn = 0u; turn < TURNS; ++turn) {
-            if (row / STEP == turn) {
+            if (TURNS == 1u || row / step == turn) {
                 best[turn] = key > best[turn] ? key : best[turn];
             }
         }
@@ -60,7 +59,7 @@ struct GemvArgmax {
     __device__ __forceinline__ void finish(unsigned M, const ArgmaxState& state, const ArgmaxResult& to) {
 #pragma unroll
         for (unsigned turn = 0u; turn < TURNS; ++turn) {
-            const unsigned row = threadIdx.x / OUTPUTS + turn * STEP;
+            const unsigned row = (threadIdx.x + turn * blockDim.x) / OUTPUTS;
             unsigned long long winner = best[turn];
 #pragma unroll
             for (unsigned step = OUTPUTS / 2u; step > 0u; step /= 2u) {
@@ -79,7 +78,7 @@ struct GemvArgmax {
         }
         __threadfence();  // what follows sees what every block did before it counted
         // Each row has as many threads as the others.
-        const unsigned share = THREADS / (M <= 1u ? 1u : M <= 2u ? 2u : M <= 4u ? 4u : GEMV_ROWS);
+        const unsigned share = blockDim.x / (M <= 1u ? 1u : M <= 2u ? 2u : M <= 4u ? 4u : GEMV_ROWS);
         const unsigned row = threadIdx.x / share;
         if (row < M) {
             const unsigned long long winner = *static_cast<volatile unsigned long long*>(state.best + row);

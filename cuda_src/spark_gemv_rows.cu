@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                            unsigned long long* best, unsigned int* done, unsigned int M, unsigned int N,
                            unsigned int K) {
     const GemvMatrices<Bf16::Matrix> all = {{{reinterpret_cast<const uint4*>(W), nullptr, N, N}, {}, {}}};
-    GemvArgmax<GEMV_TILE, 256u> argmax;
+    GemvArgmax<GEMV_TILE, 1u> argmax;
     tiled_gemv_rows(Bf16{}, X, all, M, K, 0u, argmax);
     argmax.finish(M, {best, done}, {ids, embed_table, embed, K});
 }

@@ -38,7 +38,7 @@ def _mutants(module: str) -> tuple[Mutant, ...]:
             ),
         ),
         Mutant(check, "half of a row's lanes", cu=Patch(_CUH, "step = OUTPUTS / 2u;", "step = OUTPUTS / 4u;")),
-        Mutant(check, "all rows of a thread are one", cu=Patch(_CUH, "if (row / STEP == turn) {", "if (turn == 0u) {"))
+        Mutant(check, "all rows of a thread are one", cu=Patch(_CUH, "row / step == turn) {", "turn == 0u) {"))
         if module != "spark_gemv_rows" else
         Mutant(check, "the first row alone", cu=Patch(_CUH, "== 0u && row < M) {", "== 0u && row < 1u) {")),
         Mutant(check, "the first block is the last", cu=Patch(_CUH, "+ 1u == gridDim.x)", "== 0u)")),

@@ -23,6 +23,11 @@ SHAPES: tuple[Shape, ...] = (
     (8, (33, 7, 16), 512, 0, 2, 0),
     (3, (64, 17, 16), 2304, 16, 3, 5),
     (5, (16, 40, 0), 2048, 8, 2, 0),
+    # Tiles alone and in pairs, in every order that there is, and a stripe for each.
+    (1, (80, 16, 40), 256, 0, 1, 0),
+    (2, (96, 20, 0), 1024, 0, 1, 0),
+    # Rows for eight warps.
+    (2, (37, 0, 0), 5376, 0, 1, 0),
 )
 
 
