@@ -7,11 +7,11 @@ The oracle is written from the model's formulas and shares no code with the pack
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +25,7 @@ from spark_py.runtime.weights import WeightStore
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -162,24 +163,34 @@ def write_tiny(folder: Path, rng: np.random.Generator, **overrides: Any) -> Tiny
     return tiny
 
 
-@contextmanager
-def open_target(
-    gpu: GpuBackend,
-    tiny: Tiny,
-    max_seq_len: int = 64,
-    max_batch_tokens: int = 32,
-    max_seqs: int = 4,
-    num_blocks: int | None = None,
-) -> Iterator[DecoderTarget]:
-    """The target of a checkpoint; everything is given back at the end."""
-    config = tiny.config
-    with (
-        WeightStore.open(tiny.folder) as store,
-        BufferArena(config, max_batch_tokens, max_seq_len, 16, max_seqs, gpu) as buffers,
-    ):
-        weights = load_target_weights(store, config, gpu)
-        with DecoderTarget(weights, config, gpu, buffers, max_seqs, num_blocks) as target:
-            yield target
+def target_opener(
+    load: Callable[[WeightStore, ModelConfig, GpuBackend], Any], kind: Callable[..., AbstractContextManager[T]]
+) -> Callable[..., AbstractContextManager[T]]:
+    """A context manager that opens the target of a checkpoint, of weights that `load` reads; at the end everything is
+    given back."""
+
+    @contextmanager
+    def opened(
+        gpu: GpuBackend,
+        tiny: Tiny,
+        max_seq_len: int = 64,
+        max_batch_tokens: int = 32,
+        max_seqs: int = 4,
+        num_blocks: int | None = None,
+    ) -> Iterator[T]:
+        config = tiny.config
+        with (
+            WeightStore.open(tiny.folder) as store,
+            BufferArena(config, max_batch_tokens, max_seq_len, 16, max_seqs, gpu) as buffers,
+        ):
+            weights = load(store, config, gpu)
+            with kind(weights, config, gpu, buffers, max_seqs, num_blocks) as target:
+                yield target
+
+    return opened
+
+
+open_target = target_opener(load_target_weights, DecoderTarget)
 
 
 # ---------------------------------------------------------------- the forward pass in FP64

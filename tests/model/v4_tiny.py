@@ -8,8 +8,7 @@ and no code with the package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ import numpy as np
 from spark_py.model.layers.deepseek_v4 import V4HyperShape
 from spark_py.model.target import DeepseekV4Target
 from spark_py.model.weight_loader import load_v4_target_weights
-from spark_py.runtime.buffers import BufferArena
-from spark_py.runtime.gpu import GpuBackend
-from spark_py.runtime.weights import WeightStore
 from spark_py.testing import BF16, F32, Array, f64
 from tests.kernels import v4_oracle
-from tests.model.tiny import Tiny, write_tokenizer
+from tests.model.tiny import Tiny, target_opener, write_tokenizer
 from tests.model.v4_hyper_support import Site, head_of, post_of, pre_of
 
 CONFIG: dict[str, Any] = {
@@ -166,24 +162,7 @@ def write_drafting_v4(folder: Path, rng: np.random.Generator, **overrides: Any) 
     return found
 
 
-@contextmanager
-def open_v4_target(
-    gpu: GpuBackend,
-    tiny: Tiny,
-    max_seq_len: int = 64,
-    max_batch_tokens: int = 32,
-    max_seqs: int = 4,
-    num_blocks: int | None = None,
-) -> Iterator[DeepseekV4Target]:
-    """The target of a checkpoint; everything is given back at the end."""
-    config = tiny.config
-    with (
-        WeightStore.open(tiny.folder) as store,
-        BufferArena(config, max_batch_tokens, max_seq_len, 16, max_seqs, gpu) as buffers,
-    ):
-        weights = load_v4_target_weights(store, config, gpu)
-        with DeepseekV4Target(weights, config, gpu, buffers, max_seqs, num_blocks) as target:
-            yield target
+open_v4_target = target_opener(load_v4_target_weights, DeepseekV4Target)
 
 
 # ---------------------------------------------------------------- the forward pass in FP64

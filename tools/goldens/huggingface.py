@@ -31,6 +31,7 @@ from .spreads import (
     COPIES,
     SIGMAS,
     Wrong,
+    clear_tokens,
     experts_forward,
     joined,
     routing_of,
@@ -215,16 +216,10 @@ def _router(router: Qwen3NextTopKRouter, wrong: Wrong, x: Tensor) -> tuple[Tenso
     return logits, weights, best.indices
 
 
-def _clear(target: Qwen3NextForCausalLM, routers: Routers, tokens: list[int], count: int) -> list[int]:
-    """The first `count` of the tokens that can be appended one by one with every router's choice clear."""
-    taken: list[int] = []
-    for token in tokens:
-        if len(taken) == count:
-            return taken
-        routed = routers.take(target(torch.tensor([[*taken, token]]), use_cache=False).logits)
-        if bool((routers.gaps(routed, routed)[0, -1] > MARGIN).all()):
-            taken.append(token)
-    raise RuntimeError(f"of {len(tokens)} tokens, {len(taken)} have a clear routing, {count} are needed")
+def _clear(target: Qwen3NextForCausalLM, routers: Routers, tokens: list[int]) -> bool:
+    """Whether every router's choice is clear at the last of the tokens."""
+    routed = routers.take(target(torch.tensor([tokens]), use_cache=False).logits)
+    return bool((routers.gaps(routed, routed)[0, -1] > MARGIN).all())
 
 
 @torch.no_grad()
@@ -239,7 +234,7 @@ def arrays_of(folder: Path, case: Case, spreads: bool = True) -> dict[str, Array
     routers = Routers(target)
     sequences = case.sequences
     if case.clear:
-        sequences = [_clear(target, routers, tokens, case.clear) for tokens in sequences]
+        sequences = [clear_tokens(partial(_clear, target, routers), tokens, case.clear) for tokens in sequences]
     generator = torch.Generator().manual_seed(0)
     streams: list[Tensor] = []
     target.model.norm.register_forward_pre_hook(lambda _module, args: streams.append(args[0]))

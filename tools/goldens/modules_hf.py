@@ -35,6 +35,7 @@ from .spreads import (
     COPIES,
     SIGMAS,
     Wrong,
+    clear_tokens,
     experts_forward,
     joined,
     routing_of,
@@ -263,7 +264,8 @@ def arrays_of(folder: Path, case: ModulesCase, spreads: bool = True) -> dict[str
         streams.clear()
         choices.found.clear()
     elif case.clear:
-        sequences = [_clear(target_run, modules, choices, tokens, case.clear) for tokens in sequences]
+        ready = partial(_clear, target_run, modules, choices)
+        sequences = [clear_tokens(ready, tokens, case.clear) for tokens in sequences]
 
     parts, inputs = [], []
     for tokens in sequences:
@@ -355,22 +357,15 @@ def _check_loops(target: Any, modules: Modules, loops: list[Any]) -> None:
                 raise RuntimeError(f"after {length} tokens generate(use_mtp=True) drafts {ids}, the modules {picked}")
 
 
-def _clear(run: Any, modules: Modules, choices: Choices, tokens: list[int], count: int) -> list[int]:
-    """The first `count` of the tokens that can be appended one by one with every choice clear that later rows rest on:
-    the target's, and the modules' at rows of these tokens."""
-    taken: list[int] = []
-    for token in tokens:
-        if len(taken) == count:
-            return taken
-        tried = [*taken, token]
-        _, hidden, calls = run(tried, 1)
-        clear = bool((gaps(calls, calls)[0, -1] > CLEAR).all())
-        state = hidden.to(torch.bfloat16).double()
-        for i in range(min(len(modules.layers), len(taken)) if clear else 0):
-            ids = torch.tensor([tried[i + 1 :]])
-            _, state = modules.run(i, ids, state[:, : ids.shape[1]], torch.arange(i + 1, len(tried))[None])
-            calls = choices.take(state)
-            clear = clear and bool((gaps(calls, calls)[0, -1] > CLEAR).all())
-        if clear:
-            taken = tried
-    raise RuntimeError(f"of {len(tokens)} tokens, {len(taken)} have a clear routing, {count} are needed")
+def _clear(run: Any, modules: Modules, choices: Choices, tokens: list[int]) -> bool:
+    """Whether every choice is clear that later rows rest on: the target's at the last of the tokens, and the modules'
+    at rows of these tokens."""
+    _, hidden, calls = run(tokens, 1)
+    clear = bool((gaps(calls, calls)[0, -1] > CLEAR).all())
+    state = hidden.to(torch.bfloat16).double()
+    for i in range(min(len(modules.layers), len(tokens) - 1) if clear else 0):
+        ids = torch.tensor([tokens[i + 1 :]])
+        _, state = modules.run(i, ids, state[:, : ids.shape[1]], torch.arange(i + 1, len(tokens))[None])
+        calls = choices.take(state)
+        clear = clear and bool((gaps(calls, calls)[0, -1] > CLEAR).all())
+    return clear

@@ -86,3 +86,17 @@ def routing_of(prefix: str, gaps: Tensor, spread: Tensor) -> dict[str, Array]:
     if not gaps.shape[-1]:
         return {}
     return {f"{prefix}_routing_gap": gaps.float().numpy(), f"{prefix}_routing_spread": spread.float().numpy()}
+
+
+def clear_tokens(is_clear: Callable[[list[int]], bool], tokens: list[int], count: int) -> list[int]:
+    """The first `count` of the tokens that can be appended one by one with `is_clear` of all until then.
+
+    RuntimeError where there are not as many.
+    """
+    taken: list[int] = []
+    for token in tokens:
+        if len(taken) == count:
+            return taken
+        if is_clear([*taken, token]):
+            taken.append(token)
+    raise RuntimeError(f"of {len(tokens)} tokens, {len(taken)} have a clear routing, {count} are needed")

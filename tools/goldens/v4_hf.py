@@ -30,7 +30,18 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from . import v4
 from .cases import DRAFTS
-from .spreads import AT_ONCE, COPIES, SIGMAS, Wrong, joined, routing_of, spread_of, summary_of, wrong_by
+from .spreads import (
+    AT_ONCE,
+    COPIES,
+    SIGMAS,
+    Wrong,
+    clear_tokens,
+    joined,
+    routing_of,
+    spread_of,
+    summary_of,
+    wrong_by,
+)
 
 __all__ = ["arrays_of"]
 
@@ -243,16 +254,10 @@ def _experts(experts: nn.Module, wrong: Wrong, x: Tensor, chosen: Tensor, weight
     return total
 
 
-def _clear(target: DeepseekV4ForCausalLM, routers: Routers, tokens: list[int], count: int) -> list[int]:
-    """The first `count` of the tokens that can be appended one by one with every router's choice clear."""
-    taken: list[int] = []
-    for token in tokens:
-        if len(taken) == count:
-            return taken
-        scores = routers.take(target(torch.tensor([[*taken, token]]), use_cache=False).logits)
-        if bool((routers.gaps(scores, scores)[0, -1] > CLEAR).all()):
-            taken.append(token)
-    raise RuntimeError(f"of {len(tokens)} tokens, {len(taken)} have a clear routing, {count} are needed")
+def _clear(target: DeepseekV4ForCausalLM, routers: Routers, tokens: list[int]) -> bool:
+    """Whether every router's choice is clear at the last of the tokens."""
+    scores = routers.take(target(torch.tensor([tokens]), use_cache=False).logits)
+    return bool((routers.gaps(scores, scores)[0, -1] > CLEAR).all())
 
 
 @torch.no_grad()
@@ -269,7 +274,7 @@ def arrays_of(folder: Path, spreads: bool = True) -> dict[str, Array]:
         found |= _layer_arrays(target, layer, generator, batches)
     routers = Routers(target)
     case = v4.case()
-    sequences = [_clear(target, routers, tokens, case.clear) for tokens in case.sequences]
+    sequences = [clear_tokens(partial(_clear, target, routers), tokens, case.clear) for tokens in case.sequences]
     kept: list[Tensor] = []
     target.model.hc_head.register_forward_pre_hook(lambda _module, args: kept.append(args[0]))
     parts, inputs = [], []
