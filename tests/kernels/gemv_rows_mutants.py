@@ -11,7 +11,7 @@ _HALF_CU = "const unsigned half = output / head_dim % 2u;"
 
 
 def _warps(header: str) -> str:
-    return f"for (unsigned w = 1u; w < {'PAIR' if header == PAIRS else 'GEMV'}_WARPS; ++w) {{"
+    return f"for (unsigned w = 1u; w < {'warps' if header == PAIRS else 'GEMV_WARPS'}; ++w) {{"
 
 
 def shared_mutants(module: str, header: str = CUH) -> tuple[Mutant, ...]:
@@ -50,13 +50,18 @@ def paired_mutants(module: str) -> tuple[Mutant, ...]:
         ),
         Mutant(
             check,
+            "a tile alone has the first slot twice",
+            cu=Patch(PAIRS, "read_slot(stripe % 2u);", "read_slot(0u);"),
+        ),
+        Mutant(
+            check,
             "x of the stripe at hand again",
             cu=Patch(PAIRS, "stripe + 1u < stripes ? stripe + 1u : 0u;", "stripe;"),
         ),
         Mutant(
             check,
             "a pair's sums where those of the pair before are read",
-            cu=Patch(PAIRS, "        buffer ^= 1u;\n", ""),
+            cu=Patch(PAIRS, "            buffer ^= warps;\n", ""),
             race=True,
         ),
     )
