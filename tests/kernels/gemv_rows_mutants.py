@@ -70,7 +70,7 @@ def paired_mutants(module: str) -> tuple[Mutant, ...]:
 def past_the_row(module: str, header: str = CUH) -> Mutant:
     """Where a row need not be whole stripes."""
     old, new = {
-        CUH: ("(Format::WHOLE || chunk < chunks) && row < left;", "row < left;"),
+        CUH: ("chunk < chunks && row < left;", "row < left;"),
         PAIRS: ("Format::WHOLE || chunk < chunks ? left : 0u);", "left);"),
     }[header]
     return Mutant(f"{module}::{module}", "chunks of the next output past a row's end", cu=Patch(header, old, new))
