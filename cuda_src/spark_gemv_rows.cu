@@ -4,11 +4,9 @@
 
 #include "spark_gemv_argmax.cuh"
 
-struct Bf16 : GemvFormat {
+struct Bf16 {
     using Matrix = GemvMatrix;
     static constexpr unsigned CHUNK = 8u;
-    static constexpr bool WHOLE = false;
-    static constexpr unsigned BUFFERS = 2u;
 
     uint4 rows[GEMV_PIECES];
 

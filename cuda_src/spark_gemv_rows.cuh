@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// y = x W^T for one to eight rows x and up to three matrices in one launch, as fast for eight rows as for one: what is the
-// same for every format of weights. A format says how 16 bytes of weights become operands of tensor-core steps.
+// y = x W^T for one to eight rows x and up to three matrices in one launch, as fast for eight rows as for one. A format says
+// how 16 bytes of weights become operands of tensor-core steps; one that takes arithmetic for it is for
+// spark_gemv_pairs.cuh.
 //
 // A tile of 16 outputs is a block's. Its eight warps take stripes of eight 16-byte chunks of each output in turn; the steps
 // of a stripe have FP32 sums in ascending order, to which rows that do not exist add zeros. Warps are added in ascending
@@ -46,22 +47,12 @@ struct GemvStore {
     }
 };
 
-// What a format without scales of its own for each stripe has. Every format has besides:
+// A format has
 //   Matrix: GemvMatrix, or derived from it
-//   CHUNK: elements in 16 bytes; WHOLE: whether K is whole stripes; BUFFERS: 2 where a tile's sums may be written while
-//     those of the tile before are read, at the cost of 4 KiB; else 1
+//   CHUNK: elements in 16 bytes
 //   read_x(x, first, chunks, live): row g of x where it is `live`, for the lane's chunks first and first + 4
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
-struct GemvFormat {
-    // Copies are of `matrix` and its outputs from `output` on, from now on.
-    template <class Matrix>
-    __device__ __forceinline__ void enter(const Matrix&, unsigned, unsigned) {}
-    // Starts copies of what else a stripe needs.
-    __device__ __forceinline__ void copy(unsigned, unsigned, unsigned, const uint4*) {}
-    // Reads it for the lane's chunk p.
-    __device__ __forceinline__ void read_scales(unsigned, unsigned) {}
-};
 
 __device__ __forceinline__ unsigned tiles_of(unsigned n) { return (n + GEMV_TILE - 1u) / GEMV_TILE; }
 
@@ -86,13 +77,6 @@ __device__ __forceinline__ unsigned place(unsigned row, unsigned unit) {
     return row * GEMV_UNITS + (unit ^ (row % 2u * 4u));
 }
 
-__device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b) {
-    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&a);
-    const __nv_bfloat162 y = *reinterpret_cast<const __nv_bfloat162*>(&b);
-    const __nv_bfloat162 product = __hmul2(x, y);
-    return *reinterpret_cast<const unsigned*>(&product);
-}
-
 // Yi[m * stride_i + n] = bf16(scaled(sum over k of X[m, k] * Wi[n, k])) for M rows, 1 to 8, X [M, K], Wi [Ni, K]; N1 and
 // N2 may be 0. head_dim > 0: outputs of the first matrix are [query | gate] of a head after the other, 2 head_dim each,
 // and are stored as the queries of all heads, then the gates of all. Grid any number of blocks, block 256.
@@ -102,7 +86,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                                                 const GemvMatrices<typename Format::Matrix>& all, unsigned M,
                                                 unsigned K, unsigned head_dim, Sink&& sink = Sink{}) {
     __shared__ uint4 rings[GEMV_WARPS][GEMV_STAGES][GEMV_TILE * GEMV_UNITS];
-    __shared__ float sums[Format::BUFFERS][GEMV_WARPS][GEMV_TILE][GEMV_ROWS];
+    __shared__ float sums[2][GEMV_WARPS][GEMV_TILE][GEMV_ROWS];  // a tile's are written while the last one's are read
     using Matrix = typename Format::Matrix;
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
@@ -125,7 +109,6 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
         unsigned output;
         const Matrix matrix = find(all, ahead_tile, output);
         from = matrix.weights + static_cast<size_t>(output + lane / GEMV_UNITS) * chunks;
-        format.enter(matrix, output, row_stripes);
         left = matrix.n - output;
     };
     const auto copy_next = [&]() {
@@ -136,11 +119,10 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
                 constexpr unsigned STEP = SPARK_WARP / GEMV_UNITS;
                 const unsigned row = lane / GEMV_UNITS + i * STEP;
-                const bool live = (Format::WHOLE || chunk < chunks) && row < left;
+                const bool live = chunk < chunks && row < left;
                 const uint4* source = from + static_cast<size_t>(i * STEP) * chunks + chunk;
                 spark_copy_16(&ring[slot_ahead][place(row, lane % GEMV_UNITS)], live ? source : from, live);
             }
-            format.copy(slot_ahead, stripe, left, from);
             slot_ahead = slot_ahead + 1u == GEMV_STAGES ? 0u : slot_ahead + 1u;
             ahead += 1u;
             if (ahead == stripes) {
@@ -177,7 +159,6 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             for (unsigned p = 0u; p < GEMV_PIECES; ++p) {
                 low[p] = ring[slot][place(g, 4u * p + t)];
                 high[p] = ring[slot][place(g + 8u, 4u * p + t)];
-                format.read_scales(slot, p);
             }
             __syncwarp();
             copy_next();
@@ -210,10 +191,6 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             }
             sink.take(matrix, row, output, total);
         }
-        if constexpr (Format::BUFFERS == 2u) {
-            buffer ^= 1u;
-        } else {
-            __syncthreads();  // sums have been read
-        }
+        buffer ^= 1u;
     }
 }

@@ -16,6 +16,13 @@
 constexpr unsigned W4_RAISED = 0x7a007a00u;  // 2^117 twice: codes come 2^126 times too small, and stay 2^9 times so
 constexpr float W4_LOWERED = 512.0f;
 
+__device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b) {
+    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&a);
+    const __nv_bfloat162 y = *reinterpret_cast<const __nv_bfloat162*>(&b);
+    const __nv_bfloat162 product = __hmul2(x, y);
+    return *reinterpret_cast<const unsigned*>(&product);
+}
+
 // Two E4M3 scales, raised, each as BF16 in both halves of a word. Exact; NaN stays NaN.
 __device__ __forceinline__ void raise(unsigned short codes, unsigned (&words)[2]) {
     float scales[2];

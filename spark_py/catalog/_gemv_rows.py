@@ -33,14 +33,6 @@ def whole(step: int) -> Callable[[Call], None]:
     return rule
 
 
-PAIRED_TEXT = "(K > 5120 ? 256 : 128, 1, 1)"
-
-
-def paired(c: Call) -> int:
-    """Threads of a block of `spark_gemv_pairs.cuh`: eight warps share long rows."""
-    return 256 if c.K > LONGEST_BY_FOUR else 128
-
-
 def operand(
     name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]], align: int = 0, early: bool = True
 ) -> list[ParamSpec]:
@@ -69,6 +61,14 @@ def each_matrix(c: Call, *operands: str) -> Iterator[tuple[np.ndarray[Any, Any],
         if outputs(c, i):
             arguments = [c.X, *(getattr(c, f"{name}{i}") for name in operands), c.head_dim if i == 0 else 0]
             yield rows_of(c, getattr(c, f"Y{i}"), i), arguments
+
+
+PAIRED_TEXT = "(K > 5120 ? 256 : 128, 1, 1)"
+
+
+def paired(c: Call) -> int:
+    """Threads of a block of `spark_gemv_pairs.cuh`: eight warps share long rows."""
+    return 256 if c.K > LONGEST_BY_FOUR else 128
 
 
 def gemv_rows_kernel(
