@@ -80,10 +80,15 @@ def _draw(case: Planted, k: int, encoded: Weights) -> Draw:
     return draw
 
 
+def _case(planted: Planted, k: int, encoded: Weights) -> Case:
+    """Where two outputs could win, which one does is a decision."""
+    draw, grid = _draw(planted, k, encoded), (planted.blocks, 1, 1)
+    name = f"{planted}, K={k}"
+    if len(planted.values) <= 1 and planted.winner:
+        return Case(name, draw, grid=grid)
+    return Case(name, draw, grid=grid, tag="decision", subject="argmax ties")
+
+
 def gemv_argmax_cases(sizes: Sequence[int], encoded: Weights, planted: Sequence[Planted] = PLANTED) -> tuple[Case, ...]:
     """A case of each, with rows of `sizes` elements by turns."""
-    turns = ((case, sizes[i % len(sizes)]) for i, case in enumerate(planted))
-    return tuple(
-        Case(f"{case}, K={k}", _draw(case, k, encoded), grid=(case.blocks, 1, 1), tag="decision", subject="argmax ties")
-        for case, k in turns
-    )
+    return tuple(_case(each, sizes[i % len(sizes)], encoded) for i, each in enumerate(planted))

@@ -42,10 +42,14 @@ def _draw(rows: int, row_bytes: int, hidden_size: int, pieces: int) -> Draw:
     return draw
 
 
+def _case(shape: tuple[int, int, int, int], shift: int = 0) -> Case:
+    rows, row_bytes, h, pieces = shape
+    name = f"{rows} rows of {row_bytes} bytes, H={h}, {pieces} pieces" + (
+        f", {shift} bytes further on" if shift else ""
+    )
+    return Case(name, _draw(*shape), grid=(1, rows, 1), shift=shift)
+
+
 CASES: Mapping[str, tuple[Case, ...]] = {
-    "spark_propose_inputs": tuple(
-        Case(f"{rows} rows of {row_bytes} bytes, H={h}, {pieces} pieces", _draw(rows, row_bytes, h, pieces),
-             grid=(1, rows, 1), shift=shift)
-        for (rows, row_bytes, h, pieces), shift in [*((s, 0) for s in SHAPES), (SHAPES[3], 2)]
-    ),
-}  # fmt: skip
+    "spark_propose_inputs": (*map(_case, SHAPES), _case(SHAPES[3], 2)),
+}
