@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..reference import spark_fp8_gemv_rows as reference
-from ._gemv_rows import PAIRED_TEXT, WIDE_LOAD, each_matrix, gemv_rows_kernel, operand, outputs, paired, whole
+from ._gemv_rows import WIDE_LOAD, each_matrix, gemv_rows_kernel, operand, outputs, whole
 from .spec import Call, KernelSpec
 
 
@@ -23,8 +23,6 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(16),
         reference.spark_fp8_gemv_rows,
         _spark_fp8_gemv_rows,
-        shared_bytes=40960,
-        threads=paired,
-        block_text=PAIRED_TEXT,
+        shared_bytes=36864,
     ),
 )
