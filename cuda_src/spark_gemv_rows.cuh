@@ -87,7 +87,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                                                 const GemvMatrices<typename Format::Matrix>& all, unsigned M,
                                                 unsigned K, unsigned head_dim) {
     constexpr unsigned SLOT = GEMV_TILE * GEMV_UNITS;
-    __shared__ uint4 rings[GEMV_WARPS][GEMV_STAGES][GEMV_TILE * GEMV_UNITS];
+    __shared__ uint4 rings[GEMV_WARPS][GEMV_STAGES][SLOT];
     __shared__ float sums[Format::BUFFERS][GEMV_WARPS][GEMV_TILE][GEMV_ROWS];
     using Matrix = typename Format::Matrix;
     const unsigned lane = threadIdx.x % SPARK_WARP;
@@ -97,7 +97,8 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     const unsigned chunks = K / Format::CHUNK;
     const unsigned row_stripes = (chunks + GEMV_UNITS - 1u) / GEMV_UNITS;
     const unsigned tiles = tiles_of(all.each[0].n) + tiles_of(all.each[1].n) + tiles_of(all.each[2].n);
-    uint4(*ring)[GEMV_TILE * GEMV_UNITS] = rings[warp];
+    uint4(*ring)[SLOT] = rings[warp];
+    uint4* const chunks_of_all = rings[0][0];
     unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
     unsigned to = 0u;
     unsigned mine = 0u;
@@ -109,14 +110,14 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     // Where chunk lane % 8 of output `row` is copied to, and chunk 4 p + t of outputs g and g + 8 is read.
     const auto copied = [&](unsigned slot, unsigned row) {
         if constexpr (Format::KEEPS) {
-            return &rings[0][0][to + slot * SLOT + (row - lane / GEMV_UNITS) * GEMV_UNITS];
+            return &chunks_of_all[to + slot * SLOT + (row - lane / GEMV_UNITS) * GEMV_UNITS];
         } else {
             return &ring[slot][place(row, lane % GEMV_UNITS)];
         }
     };
     const auto taken = [&](unsigned slot, unsigned p, unsigned above) {
         if constexpr (Format::KEEPS) {
-            return rings[0][0][(mine ^ (4u * p)) + slot * SLOT + above * GEMV_UNITS];
+            return chunks_of_all[(mine ^ (4u * p)) + slot * SLOT + above * GEMV_UNITS];
         } else {
             return ring[slot][place(g + above, 4u * p + t)];
         }
