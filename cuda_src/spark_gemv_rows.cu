@@ -7,6 +7,8 @@
 struct Bf16 {
     using Matrix = GemvMatrix;
     static constexpr unsigned CHUNK = 8u;
+    static constexpr bool KEEPS = false;
+    static constexpr unsigned BUFFERS = 2u;
 
     uint4 rows[GEMV_PIECES];
 

@@ -49,7 +49,8 @@ struct GemvStore {
 
 // A format has
 //   Matrix: GemvMatrix, or derived from it
-//   CHUNK: elements in 16 bytes
+//   CHUNK: elements in 16 bytes; KEEPS: whether addresses are kept in registers, which pays where arithmetic decides
+//   BUFFERS: 2 where a tile's sums may be written while those of the tile before are read, at the cost of 4 KiB; else 1
 //   read_x(x, first, chunks, live): row g of x where it is `live`, for the lane's chunks first and first + 4
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
@@ -72,6 +73,14 @@ __device__ __forceinline__ Matrix find(const GemvMatrices<Matrix>& all, unsigned
     return which == 0u ? all.each[0] : which == 1u ? all.each[1] : all.each[2];
 }
 
+// A value that the compiler keeps in a register where it could make it again and again.
+__device__ __forceinline__ unsigned kept(unsigned value) {
+#ifndef SPARK_EMULATED
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
 // Where chunk `unit` of output `row` lies in a stripe: neighbouring outputs start in different banks.
 __device__ __forceinline__ unsigned place(unsigned row, unsigned unit) {
     return row * GEMV_UNITS + (unit ^ (row % 2u * 4u));
@@ -85,8 +94,9 @@ template <class Format, class Sink = GemvStore>
 __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat16* X,
                                                 const GemvMatrices<typename Format::Matrix>& all, unsigned M,
                                                 unsigned K, unsigned head_dim, Sink&& sink = Sink{}) {
-    __shared__ uint4 rings[GEMV_WARPS][GEMV_STAGES][GEMV_TILE * GEMV_UNITS];
-    __shared__ float sums[2][GEMV_WARPS][GEMV_TILE][GEMV_ROWS];  // a tile's are written while the last one's are read
+    constexpr unsigned SLOT = GEMV_TILE * GEMV_UNITS;
+    __shared__ uint4 rings[GEMV_WARPS][GEMV_STAGES][SLOT];
+    __shared__ float sums[Format::BUFFERS][GEMV_WARPS][GEMV_TILE][GEMV_ROWS];
     using Matrix = typename Format::Matrix;
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
@@ -95,8 +105,31 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     const unsigned chunks = K / Format::CHUNK;
     const unsigned row_stripes = (chunks + GEMV_UNITS - 1u) / GEMV_UNITS;
     const unsigned tiles = tiles_of(all.each[0].n) + tiles_of(all.each[1].n) + tiles_of(all.each[2].n);
-    uint4(*ring)[GEMV_TILE * GEMV_UNITS] = rings[warp];
-    const unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
+    uint4(*ring)[SLOT] = rings[warp];
+    uint4* const chunks_of_all = rings[0][0];
+    unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
+    unsigned to = 0u;
+    unsigned mine = 0u;
+    if constexpr (Format::KEEPS) {
+        stripes = kept(stripes);
+        to = kept(warp * GEMV_STAGES * SLOT + place(lane / GEMV_UNITS, lane % GEMV_UNITS));
+        mine = kept(warp * GEMV_STAGES * SLOT + place(g, t));
+    }
+    // Where chunk lane % 8 of output `row` is copied to, and chunk 4 p + t of outputs g and g + 8 is read.
+    const auto copied = [&](unsigned slot, unsigned row) {
+        if constexpr (Format::KEEPS) {
+            return &chunks_of_all[to + slot * SLOT + (row - lane / GEMV_UNITS) * GEMV_UNITS];
+        } else {
+            return &ring[slot][place(row, lane % GEMV_UNITS)];
+        }
+    };
+    const auto taken = [&](unsigned slot, unsigned p, unsigned above) {
+        if constexpr (Format::KEEPS) {
+            return chunks_of_all[(mine ^ (4u * p)) + slot * SLOT + above * GEMV_UNITS];
+        } else {
+            return ring[slot][place(g + above, 4u * p + t)];
+        }
+    };
     const uint4* x = reinterpret_cast<const uint4*>(X) + static_cast<size_t>(g < M ? g : 0u) * (K / 8u);
 
     // What is copied next: a stripe of a tile. A lane copies chunk lane % 8 of outputs lane / 8, + 4, + 8 and + 12.
@@ -121,7 +154,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                 const unsigned row = lane / GEMV_UNITS + i * STEP;
                 const bool live = chunk < chunks && row < left;
                 const uint4* source = from + static_cast<size_t>(i * STEP) * chunks + chunk;
-                spark_copy_16(&ring[slot_ahead][place(row, lane % GEMV_UNITS)], live ? source : from, live);
+                spark_copy_16(copied(slot_ahead, row), live ? source : from, live);
             }
             slot_ahead = slot_ahead + 1u == GEMV_STAGES ? 0u : slot_ahead + 1u;
             ahead += 1u;
@@ -157,8 +190,8 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             uint4 high[GEMV_PIECES];
 #pragma unroll
             for (unsigned p = 0u; p < GEMV_PIECES; ++p) {
-                low[p] = ring[slot][place(g, 4u * p + t)];
-                high[p] = ring[slot][place(g + 8u, 4u * p + t)];
+                low[p] = taken(slot, p, 0u);
+                high[p] = taken(slot, p, 8u);
             }
             __syncwarp();
             copy_next();
@@ -168,11 +201,11 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                 format.multiply(sum, p, low[p], high[p]);
             }
         }
-        float(*mine)[GEMV_ROWS] = sums[buffer][warp];
-        mine[g][2u * t] = sum[0];
-        mine[g][2u * t + 1u] = sum[1];
-        mine[g + 8u][2u * t] = sum[2];
-        mine[g + 8u][2u * t + 1u] = sum[3];
+        float(*parts)[GEMV_ROWS] = sums[buffer][warp];
+        parts[g][2u * t] = sum[0];
+        parts[g][2u * t + 1u] = sum[1];
+        parts[g + 8u][2u * t] = sum[2];
+        parts[g + 8u][2u * t + 1u] = sum[3];
         __syncthreads();
         unsigned first;
         const Matrix matrix = find(all, tile, first);
@@ -191,6 +224,10 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             }
             sink.take(matrix, row, output, total);
         }
-        buffer ^= 1u;
+        if constexpr (Format::BUFFERS == 2u) {
+            buffer ^= 1u;
+        } else {
+            __syncthreads();  // sums have been read
+        }
     }
 }

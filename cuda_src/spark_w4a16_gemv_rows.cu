@@ -15,6 +15,12 @@
 
 constexpr unsigned W4_RAISED = 0x7a007a00u;  // 2^117 twice: codes come 2^126 times too small, and stay 2^9 times so
 constexpr float W4_LOWERED = 512.0f;
+// Blocks on a multiprocessor. Code for the later architectures spills with as few registers as four leave.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr unsigned W4_BLOCKS = 3u;
+#else
+constexpr unsigned W4_BLOCKS = 4u;
+#endif
 
 __device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b) {
     const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&a);
@@ -49,10 +55,9 @@ struct Nvfp4Matrix : GemvMatrix {
     float scale2;
 };
 
-struct Nvfp4 : PairFormat {
+struct Nvfp4 {
     using Matrix = Nvfp4Matrix;
     static constexpr unsigned CHUNK = 32u;
-    static constexpr bool WHOLE = true;
 
     uint4* ring;               // 16 bytes are an output's scales of a stripe
     unsigned to;               // where the lane's copies go
@@ -60,31 +65,23 @@ struct Nvfp4 : PairFormat {
     const uint4* scales_from;  // what the lane copies next
     unsigned short scale[2][GEMV_PIECES][2];  // of output g and g + 8 of each tile: two E4M3 each
 
-    // A lane copies the scales of output lane or, of a tile alone, every second time those of output lane % 16.
-    __device__ __forceinline__ void enter(const Matrix& matrix, unsigned output, unsigned outputs,
-                                          unsigned row_stripes) {
-        scales_from = matrix.scales + static_cast<size_t>(output + threadIdx.x % outputs) * row_stripes +
+    // A lane copies the scales of output lane.
+    __device__ __forceinline__ void enter(const Matrix& matrix, unsigned output, unsigned row_stripes) {
+        scales_from = matrix.scales + static_cast<size_t>(output + threadIdx.x % SPARK_WARP) * row_stripes +
                       threadIdx.x / SPARK_WARP;
     }
 
-    __device__ __forceinline__ void copy(unsigned left, unsigned step) {
+    __device__ __forceinline__ void copy(unsigned left) {
         spark_copy_16(&ring[to], scales_from, threadIdx.x % SPARK_WARP < left);
-        scales_from += step;
+        scales_from += PAIR_WARPS;
     }
 
-    __device__ __forceinline__ void copy_alone(unsigned slot, unsigned left, unsigned step) {
-        if (threadIdx.x % SPARK_WARP / GEMV_TILE == slot) {
-            spark_copy_16(&ring[to], scales_from, threadIdx.x % GEMV_TILE < left);
-        }
-        scales_from += step;
-    }
-
-    __device__ __forceinline__ void read(unsigned half, unsigned h) {
-        const unsigned short* scales = reinterpret_cast<const unsigned short*>(ring) + mine + half * GEMV_TILE * 8u;
+    __device__ __forceinline__ void read() {
+        const unsigned short* scales = reinterpret_cast<const unsigned short*>(ring) + mine;
 #pragma unroll
-        for (unsigned i = 0u; i < 2u; ++i) {
-            scale[h][0][i] = scales[64u * i];
-            scale[h][1][i] = scales[64u * i + 4u];
+        for (unsigned i = 0u; i < 4u; ++i) {
+            scale[i / 2u][0][i % 2u] = scales[64u * i];
+            scale[i / 2u][1][i % 2u] = scales[64u * i + 4u];
         }
     }
 
@@ -131,7 +128,7 @@ __device__ __forceinline__ Nvfp4 nvfp4_format(uint4* ring) {
 
 // Yi[m * stride_i + n] = bf16(scale2_i * sum over k of X[m, k] * code_i[n, k] * scale_i[n, k / 16]): tiled_gemv_rows.
 // K % 256 == 0; scales on 16-byte addresses too.
-extern "C" __global__ void __launch_bounds__(256, PAIR_BLOCKS)
+extern "C" __global__ void __launch_bounds__(128, W4_BLOCKS)
     spark_w4a16_gemv_rows(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W0,
                           const unsigned char* __restrict__ W1, const unsigned char* __restrict__ W2,
                           const unsigned char* __restrict__ S0, const unsigned char* __restrict__ S1,
@@ -155,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(256, PAIR_BLOCKS)
 
 // ids[m] = argmax over n of bf16(scale2 * sum over k of X[m, k] * code[n, k] * scale[n, k / 16]), embed[m] = row ids[m]
 // of embed_table: spark_gemv_argmax.cuh. K % 256 == 0; embed_table and embed as for spark_gemv_rows_argmax.
-extern "C" __global__ void __launch_bounds__(256, PAIR_BLOCKS)
+extern "C" __global__ void __launch_bounds__(128, W4_BLOCKS)
     spark_w4a16_gemv_rows_argmax(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W,
                                  const unsigned char* __restrict__ S, unsigned int* ids,
                                  const __nv_bfloat16* __restrict__ embed_table, __nv_bfloat16* embed,

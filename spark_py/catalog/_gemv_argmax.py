@@ -32,8 +32,7 @@ def gemv_argmax_kernel(
     run: Callable[[Call], None],
     shared_bytes: int,
     factors: tuple[ParamSpec, ...] = (),
-    threads: Callable[[Call], int] = lambda c: 256,
-    block_text: str = "(256, 1, 1)",
+    threads: int = 256,
 ) -> KernelSpec:
     """The row of kernel `module`_argmax. `whole_rows` says what K may be; `factors` come last; `threads` are a
     block's."""
@@ -62,8 +61,8 @@ def gemv_argmax_kernel(
             *factors,
         ),
         grid_text="(any, 1, 1)",
-        block_text=block_text,
-        geometry=lambda c: ((c.grid[0], 1, 1), (threads(c), 1, 1), 0),
+        block_text=f"({threads}, 1, 1)",
+        geometry=lambda c: ((c.grid[0], 1, 1), (threads, 1, 1), 0),
         reference=reference,
         run=run,
         shared_bytes=shared_bytes,

@@ -10,7 +10,7 @@ import numpy as np
 
 from .spec import Call, KernelSpec, ParamSpec, pointer, u32
 
-ROWS, WIDE_LOAD, LONGEST_BY_FOUR = 8, 16, 5120
+ROWS, WIDE_LOAD = 8, 16
 MATRICES = range(3)
 
 
@@ -63,14 +63,6 @@ def each_matrix(c: Call, *operands: str) -> Iterator[tuple[np.ndarray[Any, Any],
             yield rows_of(c, getattr(c, f"Y{i}"), i), arguments
 
 
-PAIRED_TEXT = "(K > 5120 ? 256 : 128, 1, 1)"
-
-
-def paired(c: Call) -> int:
-    """Threads of a block of `spark_gemv_pairs.cuh`: eight warps share long rows."""
-    return 256 if c.K > LONGEST_BY_FOUR else 128
-
-
 def gemv_rows_kernel(
     name: str,
     operands: list[ParamSpec],
@@ -79,8 +71,7 @@ def gemv_rows_kernel(
     run: Callable[[Call], None],
     shared_bytes: int,
     factors: tuple[ParamSpec, ...] = (),
-    threads: Callable[[Call], int] = lambda c: 256,
-    block_text: str = "(256, 1, 1)",
+    threads: int = 256,
 ) -> KernelSpec:
     """The row of module and kernel `name`. `whole_rows` says what K may be; `factors` come before head_dim; `threads`
     are a block's."""
@@ -113,8 +104,8 @@ def gemv_rows_kernel(
             u32("head_dim"),
         ),
         grid_text="(any, 1, 1)",
-        block_text=block_text,
-        geometry=lambda c: ((c.grid[0], 1, 1), (threads(c), 1, 1), 0),
+        block_text=f"({threads}, 1, 1)",
+        geometry=lambda c: ((c.grid[0], 1, 1), (threads, 1, 1), 0),
         reference=reference,
         run=run,
         shared_bytes=shared_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..reference import spark_fp8_gemv_rows as reference
 from ._gemv_argmax import gemv_argmax_kernel, put, table_of
-from ._gemv_rows import PAIRED_TEXT, WIDE_LOAD, each_matrix, gemv_rows_kernel, operand, outputs, paired, whole
+from ._gemv_rows import WIDE_LOAD, each_matrix, gemv_rows_kernel, operand, outputs, whole
 from .spec import Call, KernelSpec, pointer
 
 
@@ -28,9 +28,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(16),
         reference.spark_fp8_gemv_rows,
         _spark_fp8_gemv_rows,
-        shared_bytes=40960,
-        threads=paired,
-        block_text=PAIRED_TEXT,
+        shared_bytes=36864,
     ),
     gemv_argmax_kernel(
         "spark_fp8_gemv_rows",
@@ -41,8 +39,6 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(16),
         reference.spark_fp8_gemv_rows_argmax,
         _spark_fp8_gemv_rows_argmax,
-        shared_bytes=40960,
-        threads=paired,
-        block_text=PAIRED_TEXT,
+        shared_bytes=36864,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..reference import spark_w4a16_gemv_rows as reference
 from ._gemv_argmax import gemv_argmax_kernel, put, table_of
-from ._gemv_rows import MATRICES, PAIRED_TEXT, WIDE_LOAD, each_matrix, gemv_rows_kernel, operand, outputs, paired, whole
+from ._gemv_rows import MATRICES, WIDE_LOAD, each_matrix, gemv_rows_kernel, operand, outputs, whole
 from .spec import Call, KernelSpec, f32, pointer
 
 
@@ -28,9 +28,8 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(256),
         reference.spark_w4a16_gemv_rows,
         _spark_w4a16_gemv_rows,
-        shared_bytes=45056,
-        threads=paired,
-        block_text=PAIRED_TEXT,
+        shared_bytes=26624,
+        threads=128,
         factors=tuple(f32(f"scale2_{i}") for i in MATRICES),
     ),
     gemv_argmax_kernel(
@@ -42,9 +41,8 @@ KERNELS: tuple[KernelSpec, ...] = (
         whole(256),
         reference.spark_w4a16_gemv_rows_argmax,
         _spark_w4a16_gemv_rows_argmax,
-        shared_bytes=45056,
-        threads=paired,
-        block_text=PAIRED_TEXT,
+        shared_bytes=26624,
+        threads=128,
         factors=(f32("scale2"),),
     ),
 )

@@ -15,8 +15,6 @@ from ._args import count, multiple_of
 MAX_ROWS, MAX_MATRICES = 8, 3
 TILE = 16
 """Outputs that a block makes at a time."""
-LONGEST_BY_FOUR = 5120
-"""The longest rows that four warps share in a kernel of `spark_gemv_pairs.cuh`; longer ones are for eight."""
 
 ARGMAX_ROOM_BYTES = 8 * MAX_ROWS + 4
 
@@ -38,31 +36,24 @@ def blocks_for(tiles: int, resident: int) -> int:
     return div_ceil(tiles, div_ceil(tiles, resident))
 
 
-def even_blocks(tiles: int, k: int, resident: int) -> tuple[int, int]:
-    """(Blocks, threads of each) of a kernel of `spark_gemv_rows.cuh`, `resident` blocks of which run at once."""
-    return blocks_for(tiles, resident), 256
-
-
-def paired_blocks(tiles: int, k: int, resident: int) -> tuple[int, int]:
-    """The same for `spark_gemv_pairs.cuh`, where some blocks have a tile more than the others. Long rows, which few
-    outputs have as a rule, are shared by eight warps; `resident` blocks of four run at once, half as many of eight. The
-    number of warps decides the bits of an output, so it may depend on k alone."""
-    wide = k > LONGEST_BY_FOUR
-    return min(tiles, resident // 2 if wide else resident), 256 if wide else 128
+def all_blocks(tiles: int, resident: int) -> int:
+    """As many blocks as run at once: some have a tile more than the others."""
+    return min(tiles, resident)
 
 
 @dataclass(frozen=True, slots=True)
 class RowsFormat(Generic[W]):
-    """A format of weights: k is a multiple of `step`, for the reason `why`; `resident` blocks run at the same time on
-    the GPU that the kernel was tuned on, and `geometry` makes a grid of (tiles, k, resident); a matrix has these
-    `pointers` and, before head_dim, this `factor`."""
+    """A format of weights: k is a multiple of `step`, for the reason `why`; `resident` blocks of `threads` run at the
+    same time on the GPU that the kernel was tuned on, and share tiles as `blocks` says; a matrix has these `pointers`
+    and, before head_dim, this `factor`."""
 
     step: int
     why: str
     resident: int
     pointers: tuple[Callable[[W], DevicePtr], ...]
     factor: Callable[[W], float] | None = None
-    geometry: Callable[[int, int, int], tuple[int, int]] = even_blocks
+    threads: int = 256
+    blocks: Callable[[int, int], int] = blocks_for
 
 
 def launch_rows(
@@ -89,8 +80,8 @@ def launch_rows(
         raise InvalidArgumentError("n", projections[0].n, f"a multiple of 2 * head_dim = {2 * head_dim} is needed")
     tiles = sum(div_ceil(each.n, TILE) for each in projections)
     missing = MAX_MATRICES - len(projections)
-    blocks, threads = form.geometry(tiles, k, form.resident)
-    launch = KernelLaunch(gpu, kernel).grid((blocks, 1, 1)).block((threads, 1, 1)).arg_ptr(input)
+    launch = KernelLaunch(gpu, kernel).grid((form.blocks(tiles, form.resident), 1, 1))
+    launch.block((form.threads, 1, 1)).arg_ptr(input)
     null = [DevicePtr.NULL] * missing
     operands = [[pointer(each.weight) for each in projections] for pointer in form.pointers]
     for pointers in (*operands, [each.output for each in projections]):
@@ -141,8 +132,8 @@ def launch_argmax(
     if count("m", m) > MAX_ROWS:
         raise InvalidArgumentError("m", m, f"the kernel takes {MAX_ROWS} rows at most")
     multiple_of("k", k, form.step, form.why)
-    blocks, threads = form.geometry(div_ceil(count("n", n), TILE), k, form.resident)
-    launch = KernelLaunch(gpu, kernel).grid((blocks, 1, 1)).block((threads, 1, 1)).arg_ptr(input)
+    blocks = form.blocks(div_ceil(count("n", n), TILE), form.resident)
+    launch = KernelLaunch(gpu, kernel).grid((blocks, 1, 1)).block((form.threads, 1, 1)).arg_ptr(input)
     for pointer in form.pointers:
         launch.arg_ptr(pointer(weight))
     for ptr in (ids, table, embed, room.best, room.done):

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
-from ._gemv_rows import ArgmaxRoom, ProjectionOf, RowsFormat, launch_argmax, launch_rows, paired_blocks
+from ._gemv_rows import ArgmaxRoom, ProjectionOf, RowsFormat, launch_argmax, launch_rows
 from .gemv_fp8w import HasFp8Rows
 
 CHUNK = 16
 """What the length of a row must be a multiple of."""
-RESIDENT = 528
-"""Blocks of four warps that run at the same time on the GPU that this was tuned on, four on each of 132
-multiprocessors. Bits do not depend on it."""
+RESIDENT = 396
+"""Blocks that run at the same time on the GPU that this was tuned on, three on each of 132 multiprocessors. Bits do not
+depend on it."""
 
 
 class Fp8Projection(ProjectionOf[HasFp8Rows]):
@@ -26,7 +26,6 @@ _FORMAT: RowsFormat[HasFp8Rows] = RowsFormat(
     step=CHUNK,
     why="rows are read 16 bytes at a time",
     resident=RESIDENT,
-    geometry=paired_blocks,
     pointers=(lambda weight: weight.weight, lambda weight: weight.row_scale),
 )
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ._args import finite
-from ._gemv_rows import ArgmaxRoom, ProjectionOf, RowsFormat, launch_argmax, launch_rows, paired_blocks
+from ._gemv_rows import ArgmaxRoom, ProjectionOf, RowsFormat, all_blocks, launch_argmax, launch_rows
 from .w4a16_gemv import HasNvfp4Weight
 
 STRIPE = 256
 """What the length of a row must be a multiple of."""
 RESIDENT = 528
-"""Blocks of four warps that run at the same time on the GPU that this was tuned on, four on each of 132
-multiprocessors. Bits do not depend on it."""
+"""Blocks that run at the same time on the GPU that this was tuned on, four on each of 132 multiprocessors. Bits do not
+depend on it."""
 
 
 class Nvfp4Projection(ProjectionOf[HasNvfp4Weight]):
@@ -27,7 +27,8 @@ _FORMAT: RowsFormat[HasNvfp4Weight] = RowsFormat(
     step=STRIPE,
     why="a warp takes so many at a time",
     resident=RESIDENT,
-    geometry=paired_blocks,
+    threads=128,
+    blocks=all_blocks,
     pointers=(lambda weight: weight.weight, lambda weight: weight.weight_scale),
     factor=lambda weight: finite("weight_scale_2", weight.weight_scale_2),
 )

@@ -12,7 +12,7 @@ _WAIT_CU = "    spark_wait_for_previous();\n"
 
 
 def _warps(header: str) -> str:
-    return f"for (unsigned w = 1u; w < {'warps' if header == PAIRS else 'GEMV_WARPS'}; ++w) {{"
+    return f"for (unsigned w = 1u; w < {'PAIR' if header == PAIRS else 'GEMV'}_WARPS; ++w) {{"
 
 
 def shared_mutants(module: str, header: str = CUH) -> tuple[Mutant, ...]:
@@ -52,27 +52,25 @@ def paired_mutants(module: str) -> tuple[Mutant, ...]:
         ),
         Mutant(
             check,
-            "a tile alone has the first slot twice",
-            cu=Patch(PAIRS, "read_slot(stripe % 2u);", "read_slot(0u);"),
-        ),
-        Mutant(
-            check,
             "x of the stripe at hand again",
             cu=Patch(PAIRS, "stripe + 1u < stripes ? stripe + 1u : 0u;", "stripe;"),
         ),
         Mutant(
             check,
             "a pair's sums where those of the pair before are read",
-            cu=Patch(PAIRS, "            buffer ^= warps;\n", ""),
+            cu=Patch(PAIRS, "        buffer ^= 1u;\n", ""),
             race=True,
         ),
     )
 
 
-def past_the_row(module: str, header: str = CUH) -> Mutant:
+def past_the_row(module: str) -> Mutant:
     """Where a row need not be whole stripes."""
-    old, new = {
-        CUH: ("chunk < chunks && row < left;", "row < left;"),
-        PAIRS: ("Format::WHOLE || chunk < chunks ? left : 0u);", "left);"),
-    }[header]
-    return Mutant(f"{module}::{module}", "chunks of the next output past a row's end", cu=Patch(header, old, new))
+    patch = Patch(CUH, "chunk < chunks && row < left;", "row < left;")
+    return Mutant(f"{module}::{module}", "chunks of the next output past a row's end", cu=patch)
+
+
+def overwritten_sums(module: str) -> Mutant:
+    """Where a tile's sums lie where those of the tile before lay."""
+    patch = Patch(CUH, "            __syncthreads();  // sums have been read\n", "")
+    return Mutant(f"{module}::{module}", "sums overwritten while they are read", cu=patch, race=True)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .gemv_rows_mutants import PAIRS, paired_mutants, past_the_row
+from .gemv_rows_mutants import overwritten_sums, past_the_row, shared_mutants
 from .mutants import Mutant, Patch
 
 _MODULE = "spark_fp8_gemv_rows"
@@ -11,8 +11,9 @@ _CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
 _WIDE_CU = "pairs[i] = spark_pack(values[0], values[1]);"
 
 MUTANTS: tuple[Mutant, ...] = (
-    *paired_mutants(_MODULE),
-    past_the_row(_MODULE, PAIRS),
+    *shared_mutants(_MODULE),
+    past_the_row(_MODULE),
+    overwritten_sums(_MODULE),
     Mutant(
         _CHECK,
         "scale of the tile's first output",

@@ -20,11 +20,6 @@ SHAPES: tuple[Shape, ...] = (
     (8, (33, 7, 16), 528, 0, 2, 0),
     (3, (64, 17, 16), 1168, 16, 3, 5),
     (5, (16, 40, 0), 2048, 8, 2, 0),
-    # Tiles alone and in pairs, in every order that there is, and a stripe for each.
-    (1, (80, 16, 40), 128, 0, 1, 0),
-    (2, (96, 20, 0), 512, 0, 1, 0),
-    # Rows for eight warps.
-    (2, (37, 0, 0), 5264, 0, 1, 0),
 )
 
 

@@ -26,8 +26,8 @@ SHAPES: tuple[Shape, ...] = (
     # Tiles alone and in pairs, in every order that there is, and a stripe for each.
     (1, (80, 16, 40), 256, 0, 1, 0),
     (2, (96, 20, 0), 1024, 0, 1, 0),
-    # Rows for eight warps.
-    (2, (37, 0, 0), 5376, 0, 1, 0),
+    # Stripes that four warps do not share evenly.
+    (2, (37, 0, 0), 2816, 0, 1, 0),
 )
 
 
