@@ -38,9 +38,6 @@ def _mutants(module: str) -> tuple[Mutant, ...]:
             ),
         ),
         Mutant(check, "half of a row's lanes", cu=Patch(_CUH, "step = OUTPUTS / 2u;", "step = OUTPUTS / 4u;")),
-        Mutant(check, "all rows of a thread are one", cu=Patch(_CUH, "row / step == turn) {", "turn == 0u) {"))
-        if module != "spark_gemv_rows" else
-        Mutant(check, "the first row alone", cu=Patch(_CUH, "== 0u && row < M) {", "== 0u && row < 1u) {")),
         Mutant(check, "the first block is the last", cu=Patch(_CUH, "+ 1u == gridDim.x)", "== 0u)")),
         Mutant(check, "blocks that are done stay counted", cu=Patch(_CUH, "*state.done = 0u;", "")),
         Mutant(check, "winners stay", cu=Patch(_CUH, "            state.best[threadIdx.x] = 0ull;\n", "")),
@@ -50,7 +47,15 @@ def _mutants(module: str) -> tuple[Mutant, ...]:
             cu=Patch(_CUH, "static_cast<size_t>(id) * to.width", "static_cast<size_t>(to.ids[0]) * to.width"),
             py=Patch(file, f"{call}", call.replace(", table)", ", None if table is None else table[::-1])")),
         ),
+        Mutant(check, "the first row alone", cu=Patch(_CUH, "== 0u && row < M) {", "== 0u && row < 1u) {")),
     )  # fmt: skip
 
 
-MUTANTS: tuple[Mutant, ...] = tuple(mutant for module in _CALLS for mutant in _mutants(module))
+MUTANTS: tuple[Mutant, ...] = (
+    *(mutant for module in _CALLS for mutant in _mutants(module)),
+    Mutant(
+        "spark_w4a16_gemv_rows::spark_w4a16_gemv_rows_argmax",
+        "all rows of a thread are one",
+        cu=Patch(_CUH, "row / step == turn) {", "turn == 0u) {"),
+    ),
+)
