@@ -311,8 +311,8 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
     ) -> list[int] | None:
         """`drafts` times `forward_one`, each from the id and hidden row of the one before, with the same bits in ids,
         rows and the arena's `hidden_states`, `norm_output` and, with `keep_logits`, `logits`; `scratch` gets neither
-        metadata nor id. None,
-        and nothing done, where that must be done draft by draft. The state has its blocks; its rows count on return.
+        metadata nor id. None, and nothing done, where that must be done draft by draft. The state has its blocks; its
+        rows count on return.
 
         With a draft_embed_target the last id is PLACEHOLDER and stays on the device; a single draft then waits for
         nothing.
@@ -340,7 +340,6 @@ class MtpHeadProposeGraph(MtpHeadForwardBatch):
         if self.dense_ffn_generic is None:
             # A pass leases it for its experts, a replay writes it without asking.
             buf.lease(self._routing).release()
-
         pick = self.lm_head_argmax if self.picks else None
 
         def forward(hidden: DevicePtr, meta: AttnMetadataDev, on: StreamLike) -> DevicePtr:
