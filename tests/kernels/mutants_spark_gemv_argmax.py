@@ -38,7 +38,7 @@ def _mutants(module: str) -> tuple[Mutant, ...]:
             ),
         ),
         Mutant(check, "half of a row's lanes", cu=Patch(_CUH, "step = OUTPUTS / 2u;", "step = OUTPUTS / 4u;")),
-        Mutant(check, "the first block is the last", cu=Patch(_CUH, "+ 1u == gridDim.x)", "== 0u)")),
+        Mutant(check, "the last block but one is the last", cu=Patch(_CUH, "+ 1u == gridDim", "+ 2u == gridDim")),
         Mutant(check, "blocks that are done stay counted", cu=Patch(_CUH, "*state.done = 0u;", "")),
         Mutant(check, "winners stay", cu=Patch(_CUH, "            state.best[threadIdx.x] = 0ull;\n", "")),
         Mutant(
