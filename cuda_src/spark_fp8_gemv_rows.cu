@@ -4,24 +4,20 @@
 // A weight is value * scale[n]. Every E4M3 value is a BF16 number and goes as such through tensor-core steps with FP32
 // sums; the sum is multiplied by the row's scale and rounded once.
 //
-// A stripe is 128 k, steps in ascending order of the words of four bytes: lane 4 g + t takes 16 elements at a time. Of a
-// word's bytes the pairs (0, 2) and (1, 3) lie where one shift brings both to the halves of a word.
+// A stripe is 128 k, steps in ascending order of the words of four bytes: lane 4 g + t takes 16 elements at a time. The
+// conversion to FP16, exact too, is one instruction for two bytes from sm_89 on, and knows NaN; by way of FP32 a pair of
+// BF16 takes four, where shifts, masks and a look for NaN are seven.
 
-#include "spark_gemv_rows.cuh"
+#include "spark_fp8.cuh"
+#include "spark_gemv_argmax.cuh"
 
-constexpr unsigned FP8_RAISE = 0x7b807b80u;  // 2^120 twice: what bytes come too small by
-
-// Pairs (0, 2) and (1, 3) of a word of E4M3 bytes, as BF16. Exact; 0x7f and 0xff are NaN.
+// Pairs (0, 1) and (2, 3) of a word of E4M3 bytes, as BF16. Exact; NaN stays NaN.
 __device__ __forceinline__ void decode(unsigned bytes, unsigned (&pairs)[2]) {
-    pairs[0] = multiply_pair(((bytes << 4) & 0x07f007f0u) | ((bytes << 8) & 0x80008000u), FP8_RAISE);
-    pairs[1] = multiply_pair(((bytes >> 4) & 0x07f007f0u) | (bytes & 0x80008000u), FP8_RAISE);
-    // Bit 7 of a byte that is NaN. Seldom any is.
-    const unsigned nan = ((bytes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
-    if (nan != 0u) {
-        pairs[0] |= (nan & 0x00000080u) != 0u ? 0x00007fffu : 0u;
-        pairs[0] |= (nan & 0x00800000u) != 0u ? 0x7fff0000u : 0u;
-        pairs[1] |= (nan & 0x00008000u) != 0u ? 0x00007fffu : 0u;
-        pairs[1] |= (nan & 0x80000000u) != 0u ? 0x7fff0000u : 0u;
+#pragma unroll
+    for (unsigned i = 0u; i < 2u; ++i) {
+        float values[2];
+        spark_widen_e4m3(static_cast<unsigned short>(bytes >> (16u * i)), values);
+        pairs[i] = spark_pack(values[0], values[1]);
     }
 }
 
@@ -29,10 +25,10 @@ struct Fp8Matrix : GemvMatrix {
     const float* scales;
 };
 
-struct Fp8 : GemvFormat {
+struct Fp8 {
     using Matrix = Fp8Matrix;
     static constexpr unsigned CHUNK = 16u;
-    static constexpr bool WHOLE = false;
+    static constexpr bool KEEPS = true;
     static constexpr unsigned BUFFERS = 1u;
 
     uint4 rows[GEMV_PIECES][2];
@@ -56,14 +52,12 @@ struct Fp8 : GemvFormat {
 #pragma unroll
         for (unsigned w = 0u; w < 4u; ++w) {
             const uint4 a = rows[p][w / 2u];
-            const unsigned even = w % 2u == 0u ? a.x : a.z;
-            const unsigned odd = w % 2u == 0u ? a.y : a.w;
             unsigned lower[2];
             unsigned upper[2];
             decode(low_words[w], lower);
             decode(high_words[w], upper);
             spark_mma(sum, {lower[0], upper[0], lower[1], upper[1]},
-                      {__byte_perm(even, odd, 0x5410u), __byte_perm(even, odd, 0x7632u)});
+                      {w % 2u == 0u ? a.x : a.z, w % 2u == 0u ? a.y : a.w});
         }
     }
 
@@ -87,4 +81,18 @@ extern "C" __global__ void __launch_bounds__(256, 3)
                                           {{reinterpret_cast<const uint4*>(W1), Y1, N1, stride1}, S1},
                                           {{reinterpret_cast<const uint4*>(W2), Y2, N2, stride2}, S2}}};
     tiled_gemv_rows(Fp8{}, X, all, M, K, head_dim);
+}
+
+// ids[m] = argmax over n of bf16(scale[n] * sum over k of X[m, k] * value[n, k]), embed[m] = row ids[m] of embed_table:
+// spark_gemv_argmax.cuh. K % 16 == 0; embed_table and embed as for spark_gemv_rows_argmax.
+extern "C" __global__ void __launch_bounds__(256, 3)
+    spark_fp8_gemv_rows_argmax(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W,
+                               const float* __restrict__ S, unsigned int* ids,
+                               const __nv_bfloat16* __restrict__ embed_table, __nv_bfloat16* embed,
+                               unsigned long long* best, unsigned int* done, unsigned int M, unsigned int N,
+                               unsigned int K) {
+    const GemvMatrices<Fp8Matrix> all = {{{{reinterpret_cast<const uint4*>(W), nullptr, N, N}, S}, {}, {}}};
+    GemvArgmax<GEMV_TILE, 1u> argmax;
+    tiled_gemv_rows(Fp8{}, X, all, M, K, 0u, argmax);
+    argmax.finish(M, {best, done}, {ids, embed_table, embed, K});
 }

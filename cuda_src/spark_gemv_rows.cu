@@ -2,12 +2,12 @@
 // Module spark_gemv_rows: spark_gemv_rows.cuh on BF16 matrices. A stripe is 64 k in two pieces of 32, a piece two
 // tensor-core steps: of a lane's chunk the elements 0 to 3 go into the first, 4 to 7 into the second.
 
-#include "spark_gemv_rows.cuh"
+#include "spark_gemv_argmax.cuh"
 
-struct Bf16 : GemvFormat {
+struct Bf16 {
     using Matrix = GemvMatrix;
     static constexpr unsigned CHUNK = 8u;
-    static constexpr bool WHOLE = false;
+    static constexpr bool KEEPS = false;
     static constexpr unsigned BUFFERS = 2u;
 
     uint4 rows[GEMV_PIECES];
@@ -42,4 +42,17 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                                              {reinterpret_cast<const uint4*>(W1), Y1, N1, stride1},
                                              {reinterpret_cast<const uint4*>(W2), Y2, N2, stride2}}};
     tiled_gemv_rows(Bf16{}, X, all, M, K, head_dim);
+}
+
+// ids[m] = argmax over n of bf16(sum over k of X[m, k] * W[n, k]), embed[m] = row ids[m] of embed_table [N or more, K]:
+// spark_gemv_argmax.cuh. K % 8 == 0; embed_table and embed, which may both be NULL, on 16-byte addresses.
+extern "C" __global__ void __launch_bounds__(256, 4)
+    spark_gemv_rows_argmax(const __nv_bfloat16* __restrict__ X, const __nv_bfloat16* __restrict__ W, unsigned int* ids,
+                           const __nv_bfloat16* __restrict__ embed_table, __nv_bfloat16* embed,
+                           unsigned long long* best, unsigned int* done, unsigned int M, unsigned int N,
+                           unsigned int K) {
+    const GemvMatrices<Bf16::Matrix> all = {{{reinterpret_cast<const uint4*>(W), nullptr, N, N}, {}, {}}};
+    GemvArgmax<GEMV_TILE, 1u> argmax;
+    tiled_gemv_rows(Bf16{}, X, all, M, K, 0u, argmax);
+    argmax.finish(M, {best, done}, {ids, embed_table, embed, K});
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// y = x W^T for one to eight rows x and up to three matrices in one launch, as fast for eight rows as for one: what is the
-// same for every format of weights. A format says how 16 bytes of weights become operands of tensor-core steps.
+// y = x W^T for one to eight rows x and up to three matrices in one launch, as fast for eight rows as for one. A format says
+// how 16 bytes of weights become operands of tensor-core steps; one that takes arithmetic for it is for
+// spark_gemv_pairs.cuh.
 //
 // A tile of 16 outputs is a block's. Its eight warps take stripes of eight 16-byte chunks of each output in turn; the steps
 // of a stripe have FP32 sums in ascending order, to which rows that do not exist add zeros. Warps are added in ascending
@@ -38,22 +39,21 @@ struct GemvMatrices {
     Matrix each[3];
 };
 
-// What a format without scales of its own for each stripe has. Every format has besides:
+// Where outputs go: take(matrix, row, output, sum) of each, rounded once. Here to their matrix.
+struct GemvStore {
+    template <class Matrix>
+    __device__ __forceinline__ void take(const Matrix& matrix, unsigned row, unsigned output, float sum) const {
+        spark_store(matrix.out + static_cast<size_t>(row) * matrix.stride + output, sum);
+    }
+};
+
+// A format has
 //   Matrix: GemvMatrix, or derived from it
-//   CHUNK: elements in 16 bytes; WHOLE: whether K is whole stripes; BUFFERS: 2 where a tile's sums may be written while
-//     those of the tile before are read, at the cost of 4 KiB; else 1
+//   CHUNK: elements in 16 bytes; KEEPS: whether addresses are kept in registers, which pays where arithmetic decides
+//   BUFFERS: 2 where a tile's sums may be written while those of the tile before are read, at the cost of 4 KiB; else 1
 //   read_x(x, first, chunks, live): row g of x where it is `live`, for the lane's chunks first and first + 4
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
-struct GemvFormat {
-    // Copies are of `matrix` and its outputs from `output` on, from now on.
-    template <class Matrix>
-    __device__ __forceinline__ void enter(const Matrix&, unsigned, unsigned) {}
-    // Starts copies of what else a stripe needs.
-    __device__ __forceinline__ void copy(unsigned, unsigned, unsigned, const uint4*) {}
-    // Reads it for the lane's chunk p.
-    __device__ __forceinline__ void read_scales(unsigned, unsigned) {}
-};
 
 __device__ __forceinline__ unsigned tiles_of(unsigned n) { return (n + GEMV_TILE - 1u) / GEMV_TILE; }
 
@@ -73,27 +73,29 @@ __device__ __forceinline__ Matrix find(const GemvMatrices<Matrix>& all, unsigned
     return which == 0u ? all.each[0] : which == 1u ? all.each[1] : all.each[2];
 }
 
+// A value that the compiler keeps in a register where it could make it again and again.
+__device__ __forceinline__ unsigned kept(unsigned value) {
+#ifndef SPARK_EMULATED
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
 // Where chunk `unit` of output `row` lies in a stripe: neighbouring outputs start in different banks.
 __device__ __forceinline__ unsigned place(unsigned row, unsigned unit) {
     return row * GEMV_UNITS + (unit ^ (row % 2u * 4u));
-}
-
-__device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b) {
-    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&a);
-    const __nv_bfloat162 y = *reinterpret_cast<const __nv_bfloat162*>(&b);
-    const __nv_bfloat162 product = __hmul2(x, y);
-    return *reinterpret_cast<const unsigned*>(&product);
 }
 
 // Yi[m * stride_i + n] = bf16(scaled(sum over k of X[m, k] * Wi[n, k])) for M rows, 1 to 8, X [M, K], Wi [Ni, K]; N1 and
 // N2 may be 0. head_dim > 0: outputs of the first matrix are [query | gate] of a head after the other, 2 head_dim each,
 // and are stored as the queries of all heads, then the gates of all. Grid any number of blocks, block 256.
 // K % CHUNK == 0; X and weights on 16-byte addresses.
-template <class Format>
+template <class Format, class Sink = GemvStore>
 __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat16* X,
                                                 const GemvMatrices<typename Format::Matrix>& all, unsigned M,
-                                                unsigned K, unsigned head_dim) {
-    __shared__ uint4 rings[GEMV_WARPS][GEMV_STAGES][GEMV_TILE * GEMV_UNITS];
+                                                unsigned K, unsigned head_dim, Sink&& sink = Sink{}) {
+    constexpr unsigned SLOT = GEMV_TILE * GEMV_UNITS;
+    __shared__ uint4 rings[GEMV_WARPS][GEMV_STAGES][SLOT];
     __shared__ float sums[Format::BUFFERS][GEMV_WARPS][GEMV_TILE][GEMV_ROWS];
     using Matrix = typename Format::Matrix;
     const unsigned lane = threadIdx.x % SPARK_WARP;
@@ -103,8 +105,31 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     const unsigned chunks = K / Format::CHUNK;
     const unsigned row_stripes = (chunks + GEMV_UNITS - 1u) / GEMV_UNITS;
     const unsigned tiles = tiles_of(all.each[0].n) + tiles_of(all.each[1].n) + tiles_of(all.each[2].n);
-    uint4(*ring)[GEMV_TILE * GEMV_UNITS] = rings[warp];
-    const unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
+    uint4(*ring)[SLOT] = rings[warp];
+    uint4* const chunks_of_all = rings[0][0];
+    unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
+    unsigned to = 0u;
+    unsigned mine = 0u;
+    if constexpr (Format::KEEPS) {
+        stripes = kept(stripes);
+        to = kept(warp * GEMV_STAGES * SLOT + place(lane / GEMV_UNITS, lane % GEMV_UNITS));
+        mine = kept(warp * GEMV_STAGES * SLOT + place(g, t));
+    }
+    // Where chunk lane % 8 of output `row` is copied to, and chunk 4 p + t of outputs g and g + 8 is read.
+    const auto copied = [&](unsigned slot, unsigned row) {
+        if constexpr (Format::KEEPS) {
+            return &chunks_of_all[to + slot * SLOT + (row - lane / GEMV_UNITS) * GEMV_UNITS];
+        } else {
+            return &ring[slot][place(row, lane % GEMV_UNITS)];
+        }
+    };
+    const auto taken = [&](unsigned slot, unsigned p, unsigned above) {
+        if constexpr (Format::KEEPS) {
+            return chunks_of_all[(mine ^ (4u * p)) + slot * SLOT + above * GEMV_UNITS];
+        } else {
+            return ring[slot][place(g + above, 4u * p + t)];
+        }
+    };
     const uint4* x = reinterpret_cast<const uint4*>(X) + static_cast<size_t>(g < M ? g : 0u) * (K / 8u);
 
     // What is copied next: a stripe of a tile. A lane copies chunk lane % 8 of outputs lane / 8, + 4, + 8 and + 12.
@@ -117,7 +142,6 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
         unsigned output;
         const Matrix matrix = find(all, ahead_tile, output);
         from = matrix.weights + static_cast<size_t>(output + lane / GEMV_UNITS) * chunks;
-        format.enter(matrix, output, row_stripes);
         left = matrix.n - output;
     };
     const auto copy_next = [&]() {
@@ -128,11 +152,10 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
                 constexpr unsigned STEP = SPARK_WARP / GEMV_UNITS;
                 const unsigned row = lane / GEMV_UNITS + i * STEP;
-                const bool live = (Format::WHOLE || chunk < chunks) && row < left;
+                const bool live = chunk < chunks && row < left;
                 const uint4* source = from + static_cast<size_t>(i * STEP) * chunks + chunk;
-                spark_copy_16(&ring[slot_ahead][place(row, lane % GEMV_UNITS)], live ? source : from, live);
+                spark_copy_16(copied(slot_ahead, row), live ? source : from, live);
             }
-            format.copy(slot_ahead, stripe, left, from);
             slot_ahead = slot_ahead + 1u == GEMV_STAGES ? 0u : slot_ahead + 1u;
             ahead += 1u;
             if (ahead == stripes) {
@@ -167,9 +190,8 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             uint4 high[GEMV_PIECES];
 #pragma unroll
             for (unsigned p = 0u; p < GEMV_PIECES; ++p) {
-                low[p] = ring[slot][place(g, 4u * p + t)];
-                high[p] = ring[slot][place(g + 8u, 4u * p + t)];
-                format.read_scales(slot, p);
+                low[p] = taken(slot, p, 0u);
+                high[p] = taken(slot, p, 8u);
             }
             __syncwarp();
             copy_next();
@@ -179,11 +201,11 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                 format.multiply(sum, p, low[p], high[p]);
             }
         }
-        float(*mine)[GEMV_ROWS] = sums[buffer][warp];
-        mine[g][2u * t] = sum[0];
-        mine[g][2u * t + 1u] = sum[1];
-        mine[g + 8u][2u * t] = sum[2];
-        mine[g + 8u][2u * t + 1u] = sum[3];
+        float(*parts)[GEMV_ROWS] = sums[buffer][warp];
+        parts[g][2u * t] = sum[0];
+        parts[g][2u * t + 1u] = sum[1];
+        parts[g + 8u][2u * t] = sum[2];
+        parts[g + 8u][2u * t + 1u] = sum[3];
         __syncthreads();
         unsigned first;
         const Matrix matrix = find(all, tile, first);
@@ -200,7 +222,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
                 const unsigned half = output / head_dim % 2u;
                 output = output / (2u * head_dim) * head_dim + half * (all.each[0].n / 2u) + output % head_dim;
             }
-            spark_store(matrix.out + static_cast<size_t>(row) * matrix.stride + output, total);
+            sink.take(matrix, row, output, total);
         }
         if constexpr (Format::BUFFERS == 2u) {
             buffer ^= 1u;

@@ -172,12 +172,19 @@ class Rig:
 
 @contextmanager
 def open_rig(
-    gpu: GpuBackend, shape: BenchShape, mode: str, context: int, sequences: int = SETS, seed: int = 0
+    gpu: GpuBackend,
+    shape: BenchShape,
+    mode: str,
+    context: int,
+    sequences: int = SETS,
+    seed: int = 0,
+    keep_logits: bool = False,
 ) -> Iterator[Rig]:
-    """A rig of a shape whose weights are stored as `mode` says. InvalidArgumentError for a mode that it has not."""
+    """A rig of a shape whose weights are stored as `mode` says; `keep_logits` is for `Rig.logits` after graphs.
+    InvalidArgumentError for a mode that the shape has not."""
     shape.check_mode(mode)
     c, max_seq_len = shape.config, context + _ROOM
-    levers = ModelLevers(drafter_prefill=False, mtp_max_seqs=sequences)
+    levers = ModelLevers(drafter_prefill=False, mtp_max_seqs=sequences, keep_logits=keep_logits)
     with ExitStack() as stack:
         make = RandomWeights(gpu, seed, small=c.hidden_size < _LARGE)
         stack.callback(make.release)

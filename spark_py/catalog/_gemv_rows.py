@@ -71,8 +71,10 @@ def gemv_rows_kernel(
     run: Callable[[Call], None],
     shared_bytes: int,
     factors: tuple[ParamSpec, ...] = (),
+    threads: int = 256,
 ) -> KernelSpec:
-    """The row of module and kernel `name`. `whole_rows` says what K may be; `factors` come before head_dim."""
+    """The row of module and kernel `name`. `whole_rows` says what K may be; `factors` come before head_dim; `threads`
+    are a block's."""
 
     def preconditions(c: Call) -> None:
         whole_rows(c)
@@ -102,8 +104,8 @@ def gemv_rows_kernel(
             u32("head_dim"),
         ),
         grid_text="(any, 1, 1)",
-        block_text="(256, 1, 1)",
-        geometry=lambda c: ((c.grid[0], 1, 1), (256, 1, 1), 0),
+        block_text=f"({threads}, 1, 1)",
+        geometry=lambda c: ((c.grid[0], 1, 1), (threads, 1, 1), 0),
         reference=reference,
         run=run,
         shared_bytes=shared_bytes,

@@ -57,7 +57,7 @@ _SWITCHES = (
     "drafter_prefill", "exact_drafter_rows", "refeed", "carry_drafter", "eager_drafter", "catchup", "refeed_debug",
     "batch_propose", "dcut", "gate_force", "debug_norms", "accept_debug", "prefill_profile", "carry_debug",
     "chain_postnorm", "lm_head_tgemm", "gemv_sw", "gemv_exact_m_tiers", "kv_gemv_pinned", "small_m_tier",
-    "propose_graph", "bf16_moe_fused",
+    "propose_graph", "keep_logits", "bf16_moe_fused",
 )  # fmt: skip
 
 
@@ -92,7 +92,8 @@ class ModelLevers:
     gemv_sw: the single-warp W4A16 GEMV. lm_head_tgemm: the tiled GEMM over the transposed LM head.
     gemv_exact_m_tiers, kv_gemv_pinned, small_m_tier: see drafting.rows. bf16_moe_fused: BF16 experts without a copy of
         their ids to the host. propose_graph: all drafts of a propose, single or batched, are one graph, on every
-        backend (see mtp_head.propose_graph).
+        backend (see mtp_head.propose_graph). keep_logits: such a graph leaves the last draft's logits in the arena;
+        without it, it need not write them at all.
     propose_meta_stride: bytes of a sequence's metadata in a batched propose; None: what max_seq_len needs.
 
     The log: shadow_topk, the so many most probable ids of each draft, at most 8. debug_norms, L2 norms of a draft's
@@ -130,6 +131,7 @@ class ModelLevers:
     kv_gemv_pinned: bool = False
     small_m_tier: bool = True
     propose_graph: bool = True
+    keep_logits: bool = False
     bf16_moe_fused: bool = True
     propose_meta_stride: int | None = None
 

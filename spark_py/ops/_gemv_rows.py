@@ -16,6 +16,8 @@ MAX_ROWS, MAX_MATRICES = 8, 3
 TILE = 16
 """Outputs that a block makes at a time."""
 
+ARGMAX_ROOM_BYTES = 8 * MAX_ROWS + 4
+
 W = TypeVar("W")
 
 
@@ -29,21 +31,29 @@ class ProjectionOf(Generic[W]):
     stride: int
 
 
+def blocks_for(tiles: int, resident: int) -> int:
+    """As many blocks as give each the same number of tiles, all of them running at once."""
+    return div_ceil(tiles, div_ceil(tiles, resident))
+
+
+def all_blocks(tiles: int, resident: int) -> int:
+    """As many blocks as run at once: some have a tile more than the others."""
+    return min(tiles, resident)
+
+
 @dataclass(frozen=True, slots=True)
 class RowsFormat(Generic[W]):
-    """A format of weights: k is a multiple of `step`, for the reason `why`; `resident` blocks run at the same time on
-    the GPU that the kernel was tuned on; a matrix has these `pointers` and, before head_dim, this `factor`."""
+    """A format of weights: k is a multiple of `step`, for the reason `why`; `resident` blocks of `threads` run at the
+    same time on the GPU that the kernel was tuned on, and share tiles as `blocks` says; a matrix has these `pointers`
+    and, before head_dim, this `factor`."""
 
     step: int
     why: str
     resident: int
     pointers: tuple[Callable[[W], DevicePtr], ...]
     factor: Callable[[W], float] | None = None
-
-
-def blocks_for(tiles: int, resident: int) -> int:
-    """As many blocks as give each the same number of tiles, all of them running at once."""
-    return div_ceil(tiles, div_ceil(tiles, resident))
+    threads: int = 256
+    blocks: Callable[[int, int], int] = blocks_for
 
 
 def launch_rows(
@@ -70,8 +80,8 @@ def launch_rows(
         raise InvalidArgumentError("n", projections[0].n, f"a multiple of 2 * head_dim = {2 * head_dim} is needed")
     tiles = sum(div_ceil(each.n, TILE) for each in projections)
     missing = MAX_MATRICES - len(projections)
-    launch = KernelLaunch(gpu, kernel).grid((blocks_for(tiles, form.resident), 1, 1)).block((256, 1, 1))
-    launch.arg_ptr(input)
+    launch = KernelLaunch(gpu, kernel).grid((form.blocks(tiles, form.resident), 1, 1))
+    launch.block((form.threads, 1, 1)).arg_ptr(input)
     null = [DevicePtr.NULL] * missing
     operands = [[pointer(each.weight) for each in projections] for pointer in form.pointers]
     for pointers in (*operands, [each.output for each in projections]):
@@ -87,3 +97,48 @@ def launch_rows(
         for factor in [form.factor(each.weight) for each in projections] + [0.0] * missing:
             launch.arg_f32(factor)
     launch.arg_u32(head_dim).launch(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class ArgmaxRoom:
+    """Memory that blocks of a launch meet in: u64 `best` [8] and u32 `done`, zero before the first launch and after
+    each; one launch at a time."""
+
+    best: DevicePtr
+    done: DevicePtr
+
+    @staticmethod
+    def at(base: DevicePtr) -> ArgmaxRoom:
+        """In ARGMAX_ROOM_BYTES from `base` on."""
+        return ArgmaxRoom(base, base.offset(8 * MAX_ROWS))
+
+
+def launch_argmax(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    input: DevicePtr,  # noqa: A002 - the engine's name
+    weight: W,
+    ids: DevicePtr,
+    table: DevicePtr,
+    embed: DevicePtr,
+    room: ArgmaxRoom,
+    m: int,
+    n: int,
+    k: int,
+    stream: StreamLike,
+    form: RowsFormat[W],
+) -> None:
+    """Launch `kernel`, the argmax of a format's products; InvalidArgumentError for numbers that it does not take."""
+    if count("m", m) > MAX_ROWS:
+        raise InvalidArgumentError("m", m, f"the kernel takes {MAX_ROWS} rows at most")
+    multiple_of("k", k, form.step, form.why)
+    blocks = form.blocks(div_ceil(count("n", n), TILE), form.resident)
+    launch = KernelLaunch(gpu, kernel).grid((blocks, 1, 1)).block((form.threads, 1, 1)).arg_ptr(input)
+    for pointer in form.pointers:
+        launch.arg_ptr(pointer(weight))
+    for ptr in (ids, table, embed, room.best, room.done):
+        launch.arg_ptr(ptr)
+    launch.arg_u32(m).arg_u32(n).arg_u32(k)
+    if form.factor is not None:
+        launch.arg_f32(form.factor(weight))
+    launch.launch(stream)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
-from ._gemv_rows import ProjectionOf, RowsFormat, launch_rows
+from ._gemv_rows import ArgmaxRoom, ProjectionOf, RowsFormat, launch_argmax, launch_rows
 from .gemv_fp8w import HasFp8Rows
 
 CHUNK = 16
@@ -48,3 +48,26 @@ def spark_fp8_gemv_rows(
     16; input and codes lie on 16-byte addresses. head_dim as for `spark_gemv_rows`.
     """
     launch_rows(gpu, kernel, input, projections, m, k, stream, head_dim, _FORMAT)
+
+
+def spark_fp8_gemv_rows_argmax(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    input: DevicePtr,  # noqa: A002 - the engine's name
+    weight: HasFp8Rows,
+    ids: DevicePtr,
+    embed_table: DevicePtr,
+    embed: DevicePtr,
+    room: ArgmaxRoom,
+    m: int,
+    n: int,
+    k: int,
+    stream: StreamLike,
+) -> None:
+    """ids u32 [m]: the largest of each row that `spark_fp8_gemv_rows` would write for `weight` [n, k], as
+    `argmax_bf16` finds it. embed BF16 [m, k]: rows ids of embed_table BF16 [n or more, k]; or both are NULL.
+
+    `kernel` is `spark_fp8_gemv_rows::spark_fp8_gemv_rows_argmax`, with the limits of the other; embed and
+    embed_table lie on 16-byte addresses too. Blocks meet in `room`.
+    """
+    launch_argmax(gpu, kernel, input, weight, ids, embed_table, embed, room, m, n, k, stream, _FORMAT)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ._args import Weight, weight_ptr
-from ._gemv_rows import MAX_ROWS, ProjectionOf, RowsFormat, launch_rows
+from ._gemv_rows import MAX_ROWS, ArgmaxRoom, ProjectionOf, RowsFormat, launch_argmax, launch_rows
 
 __all__ = ["MAX_ROWS", "RESIDENT", "Projection", "spark_gemv_rows"]
 
@@ -49,3 +49,26 @@ def spark_gemv_rows(
     and its rows are stored as the queries of all heads, then the gates of all.
     """
     launch_rows(gpu, kernel, input, projections, m, k, stream, head_dim, _FORMAT)
+
+
+def spark_gemv_rows_argmax(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    input: DevicePtr,  # noqa: A002 - the engine's name
+    weight: Weight,
+    ids: DevicePtr,
+    embed_table: DevicePtr,
+    embed: DevicePtr,
+    room: ArgmaxRoom,
+    m: int,
+    n: int,
+    k: int,
+    stream: StreamLike,
+) -> None:
+    """ids u32 [m]: the largest of each row that `spark_gemv_rows` would write for `weight` [n, k], as
+    `argmax_bf16` finds it. embed BF16 [m, k]: rows ids of embed_table BF16 [n or more, k]; or both are NULL.
+
+    `kernel` is `spark_gemv_rows::spark_gemv_rows_argmax`, with the limits of the other; embed and
+    embed_table lie on 16-byte addresses too. Blocks meet in `room`.
+    """
+    launch_argmax(gpu, kernel, input, weight, ids, embed_table, embed, room, m, n, k, stream, _FORMAT)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ._args import finite
-from ._gemv_rows import ProjectionOf, RowsFormat, launch_rows
+from ._gemv_rows import ArgmaxRoom, ProjectionOf, RowsFormat, all_blocks, launch_argmax, launch_rows
 from .w4a16_gemv import HasNvfp4Weight
 
 STRIPE = 256
 """What the length of a row must be a multiple of."""
-RESIDENT = 396
-"""Blocks that run at the same time on the GPU that this was tuned on, three on each of 132 multiprocessors. Bits do not
+RESIDENT = 528
+"""Blocks that run at the same time on the GPU that this was tuned on, four on each of 132 multiprocessors. Bits do not
 depend on it."""
 
 
@@ -27,6 +27,8 @@ _FORMAT: RowsFormat[HasNvfp4Weight] = RowsFormat(
     step=STRIPE,
     why="a warp takes so many at a time",
     resident=RESIDENT,
+    threads=128,
+    blocks=all_blocks,
     pointers=(lambda weight: weight.weight, lambda weight: weight.weight_scale),
     factor=lambda weight: finite("weight_scale_2", weight.weight_scale_2),
 )
@@ -50,3 +52,26 @@ def spark_w4a16_gemv_rows(
     256; input, codes and scales lie on 16-byte addresses. head_dim as for `spark_gemv_rows`.
     """
     launch_rows(gpu, kernel, input, projections, m, k, stream, head_dim, _FORMAT)
+
+
+def spark_w4a16_gemv_rows_argmax(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    input: DevicePtr,  # noqa: A002 - the engine's name
+    weight: HasNvfp4Weight,
+    ids: DevicePtr,
+    embed_table: DevicePtr,
+    embed: DevicePtr,
+    room: ArgmaxRoom,
+    m: int,
+    n: int,
+    k: int,
+    stream: StreamLike,
+) -> None:
+    """ids u32 [m]: the largest of each row that `spark_w4a16_gemv_rows` would write for `weight` [n, k], as
+    `argmax_bf16` finds it. embed BF16 [m, k]: rows ids of embed_table BF16 [n or more, k]; or both are NULL.
+
+    `kernel` is `spark_w4a16_gemv_rows::spark_w4a16_gemv_rows_argmax`, with the limits of the other; embed and
+    embed_table lie on 16-byte addresses too. Blocks meet in `room`.
+    """
+    launch_argmax(gpu, kernel, input, weight, ids, embed_table, embed, room, m, n, k, stream, _FORMAT)

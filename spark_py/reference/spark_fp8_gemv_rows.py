@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._bf16 import Bf16Array, F32Array, to_bf16
+from ._bf16 import Bf16Array, F32Array, U32Array, to_bf16
 from ._e4m3 import U8Array, from_e4m3
+from ._gemv_argmax import winners
 from .gemv import dot_matrix
 
 _TILE_ELEMENTS = 1 << 20
@@ -29,3 +30,11 @@ def spark_fp8_gemv_rows(x: Bf16Array, codes: U8Array, scales: F32Array, head_dim
     if head_dim:
         result = result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)
     return result
+
+
+def spark_fp8_gemv_rows_argmax(
+    x: Bf16Array, codes: U8Array, scales: F32Array, table: Bf16Array | None
+) -> tuple[U32Array, Bf16Array | None]:
+    """(ids u32 [M], embeddings): of each row of `spark_fp8_gemv_rows` the index of the largest, as
+    `argmax.argmax_rows` finds it, and the rows BF16 [M, K] of `table` that the ids name."""
+    return winners(spark_fp8_gemv_rows(x, codes, scales), table)

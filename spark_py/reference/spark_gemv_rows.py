@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from ._bf16 import Bf16Array, to_bf16
+from ._bf16 import Bf16Array, U32Array, to_bf16
+from ._gemv_argmax import winners
 from .gemv import dot_matrix
 
 
@@ -17,3 +18,11 @@ def spark_gemv_rows(x: Bf16Array, weights: Bf16Array, head_dim: int = 0) -> Bf16
     if head_dim:
         result = result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)
     return result
+
+
+def spark_gemv_rows_argmax(
+    x: Bf16Array, weights: Bf16Array, table: Bf16Array | None
+) -> tuple[U32Array, Bf16Array | None]:
+    """(ids u32 [M], embeddings): of each row of `spark_gemv_rows` the index of the largest, as
+    `argmax.argmax_rows` finds it, and the rows BF16 [M, K] of `table` that the ids name."""
+    return winners(spark_gemv_rows(x, weights), table)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._bf16 import Bf16Array, F32Array, to_bf16
+from ._bf16 import Bf16Array, F32Array, U32Array, to_bf16
+from ._gemv_argmax import winners
 from .gemv import dot_matrix
 from .quantize_nvfp4 import U8Array
 from .w4a16_gemv import CHUNK, E4M3, codes
@@ -35,3 +36,11 @@ def spark_w4a16_gemv_rows(
     if head_dim:
         result = result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)
     return result
+
+
+def spark_w4a16_gemv_rows_argmax(
+    x: Bf16Array, packed: U8Array, scales: U8Array, scale2: float, table: Bf16Array | None
+) -> tuple[U32Array, Bf16Array | None]:
+    """(ids u32 [M], embeddings): of each row of `spark_w4a16_gemv_rows` the index of the largest, as
+    `argmax.argmax_rows` finds it, and the rows BF16 [M, K] of `table` that the ids name."""
+    return winners(spark_w4a16_gemv_rows(x, packed, scales, scale2), table)

@@ -290,6 +290,11 @@ class GpuBackend(ABC):
     # ------------------------------------------------------------ copies and fills
 
     @abstractmethod
+    def check_ranges(self, pointers: Sequence[DevicePtr], nbytes: int, what: str) -> None:
+        """The PointerError of a copy of `nbytes` from any of `pointers`, and no copy: for addresses that a kernel takes
+        out of memory. `what` names the pointer. (Rust has no such call.)"""
+
+    @abstractmethod
     def copy_h2d(self, src: Buffer, dst: DevicePtr) -> None:
         """Copy all of `src` to `dst`; finished, with respect to every stream of the backend, on return."""
 

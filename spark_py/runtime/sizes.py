@@ -15,6 +15,8 @@ __all__ = ["align_up", "count", "integer"]
 
 def integer(name: str, value: object) -> int:
     """`value` as a Python int; InvalidArgumentError for bools and what is no integer."""
+    if type(value) is int:
+        return value
     if not isinstance(value, (bool, np.bool_)):
         try:
             return operator.index(value)  # type: ignore[arg-type]

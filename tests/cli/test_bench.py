@@ -157,7 +157,7 @@ def drafts_of(rig: Rig, drafts: int, at: int, graph: bool) -> tuple[list[int], A
     ],
 )
 def test_each_path_drafts_the_same_of_the_same_inputs(host: GpuBackend, shape: BenchShape, mode: str) -> None:
-    with open_rig(host, shape, mode, 20, 2) as rig:
+    with open_rig(host, shape, mode, 20, 2, keep_logits=True) as rig:
         alone = [drafts_of(rig, 2, at, False) for at in (0, 1)]
         for at in (0, 1, 0, 1):  # the second time is captured, then it replays
             ids, logits = drafts_of(rig, 2, at, True)
@@ -169,7 +169,7 @@ def test_each_path_drafts_the_same_of_the_same_inputs(host: GpuBackend, shape: B
 
 
 def test_inputs_take_turns(host: GpuBackend) -> None:
-    with open_rig(host, shape_of("demo"), "bf16", 20, 3) as rig:
+    with open_rig(host, shape_of("demo"), "bf16", 20, 3, keep_logits=True) as rig:
         seen = []
         for _ in range(8):
             rig.propose(1)
@@ -186,7 +186,8 @@ def test_launches_are_counted(host: GpuBackend) -> None:
             each = count_work(host, rig.action(eager))
         captured = count_work(host, rig.action(graph))
     assert each.host_calls > each.kernels > 10
-    assert captured.kernels == each.kernels + 2  # an embedding that is copied becomes a kernel
+    # The inputs come by a kernel, an id by that of the LM head, which copies the next embedding.
+    assert captured.kernels == each.kernels + 1 - 2
     assert captured.host_calls < 6
 
 

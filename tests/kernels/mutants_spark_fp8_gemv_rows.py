@@ -8,6 +8,7 @@ from .mutants import Mutant, Patch
 
 _MODULE = "spark_fp8_gemv_rows"
 _CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
+_WIDE_CU = "pairs[i] = spark_pack(values[0], values[1]);"
 
 MUTANTS: tuple[Mutant, ...] = (
     *shared_mutants(_MODULE),
@@ -36,20 +37,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _CHECK,
         "a NaN byte is 480",
-        cu=Patch(_CU, "if (nan != 0u) {", "if (nan == 1u) {"),
+        cu=Patch(_CU, _WIDE_CU, "pairs[i] = spark_pack(fminf(values[0], 480.0f), fminf(values[1], 480.0f));"),
     ),
     Mutant(
         _CHECK,
         "bytes without a sign",
-        cu=Patch(_CU, "| (bytes & 0x80008000u), FP8_RAISE);", "| (bytes & 0u), FP8_RAISE);"),
+        cu=Patch(_CU, _WIDE_CU, "pairs[i] = spark_pack(fabsf(values[0]), fabsf(values[1]));"),
     ),
     Mutant(
         _CHECK,
-        "elements 1 and 2 of a word swapped",
-        cu=Patch(
-            _CU,
-            "{__byte_perm(even, odd, 0x5410u), __byte_perm(even, odd, 0x7632u)}",
-            "{even, odd}",
-        ),
+        "elements 0 and 1 of a pair swapped",
+        cu=Patch(_CU, _WIDE_CU, "pairs[i] = spark_pack(values[1], values[0]);"),
     ),
 )

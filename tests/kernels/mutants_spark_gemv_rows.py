@@ -26,9 +26,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _CHECK,
         "outputs of the upper half of a tile from the lower",
-        cu=Patch(
-            CUH, "high[p] = ring[slot][place(g + 8u, 4u * p + t)];", "high[p] = ring[slot][place(g, 4u * p + t)];"
-        ),
+        cu=Patch(CUH, "high[p] = taken(slot, p, 8u);", "high[p] = taken(slot, p, 0u);"),
     ),
     Mutant(
         _CHECK,

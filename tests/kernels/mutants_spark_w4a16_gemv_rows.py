@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from .gemv_rows_mutants import overwritten_sums, shared_mutants
+from .gemv_rows_mutants import paired_mutants
 from .mutants import Mutant, Patch
 
 _MODULE = "spark_w4a16_gemv_rows"
 _CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
 
 MUTANTS: tuple[Mutant, ...] = (
-    *shared_mutants(_MODULE),
-    overwritten_sums(_MODULE),
+    *paired_mutants(_MODULE),
     Mutant(
         _CHECK,
         "the first scale of a pair for both chunks",
-        cu=Patch(_CU, "const unsigned shift = w / 2u * 8u;", "const unsigned shift = 0u * w;"),
+        cu=Patch(_CU, "scales[1][w / 2u]", "scales[1][0]"),
     ),
     Mutant(
         _CHECK,
@@ -36,20 +35,27 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _CHECK,
         "a NaN scale is 480",
-        cu=Patch(_CU, "(code & 0x7fu) == 0x7fu ? 0x7fff7fffu : __float_as_uint(value);", "__float_as_uint(value);"),
+        cu=Patch(
+            _CU, "spark_pack(scales[0], scales[1])", "spark_pack(fminf(scales[0], 480.0f), fminf(scales[1], 480.0f))"
+        ),
     ),
     Mutant(
         _CHECK,
         "codes without a sign",
-        cu=Patch(_CU, "(magnitude & 0x01c001c0u) | (sign & 0x80008000u)", "(magnitude & 0x01c001c0u) | (sign & 0u)"),
+        cu=Patch("spark_e2m1.cuh", "spark_choose(0x80808080u, codes, 0u);", "0u;"),
     ),
     Mutant(
         _CHECK,
         "elements 4 and 5 of a word swapped",
         cu=Patch(
             _CU,
-            "{__byte_perm(a.x, a.z, 0x5410u), __byte_perm(a.x, a.z, 0x7632u)}",
-            "{__byte_perm(a.x, a.z, 0x7610u), __byte_perm(a.x, a.z, 0x5432u)}",
+            "make_uint4(__byte_perm(x.x, x.z, 0x5410u), __byte_perm(x.x, x.z, 0x7632u),",
+            "make_uint4(__byte_perm(x.x, x.z, 0x7610u), __byte_perm(x.x, x.z, 0x5432u),",
         ),
+    ),
+    Mutant(
+        _CHECK,
+        "the second tile has the scales of the first",
+        cu=Patch(_CU, "raise(scale[h][p][0], scales[0]);", "raise(scale[0][p][0], scales[0]);"),
     ),
 )

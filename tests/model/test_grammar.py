@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spark_py.model.layers.mtp_head.grammar import allowed_tokens, masked_argmax, masks_per_draft
+from spark_py.model.levers import ModelLevers
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
 from tests.model.support import BF16, download, make_rig
@@ -76,7 +77,7 @@ def test_masks_that_do_not_fit(mask: Any, drafts: int, words: str) -> None:
 
 
 def test_a_draft_is_the_best_allowed_token(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    rig = make_rig(gpu, rng)
+    rig = make_rig(gpu, rng, levers=ModelLevers(keep_logits=True))
     hidden = rng.standard_normal(rig.config.hidden_size).astype(BF16)
     free = rig.propose(rig.state(), 5, hidden, 9, 1)[0]
     logits = rig.logits()

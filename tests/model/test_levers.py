@@ -76,7 +76,7 @@ VALUES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 OWN_TESTS = {"NO_MTP_K_LADDER", "NO_MTP_DRAFTER_CONTEXT", "MTP_DRAFTER_CONTEXT_PREFILL_ONLY_UNSAFE"}
-NOT_READ = {"exact_drafter_rows", "row_policy"}
+NOT_READ = {"exact_drafter_rows", "row_policy", "keep_logits"}
 """Fields of this project alone, which no variable of the engine speaks of."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from spark_py.model.layers.mtp_head import MtpHead, MtpProposerState, MtpQuantization, propose_graph_batch
+from spark_py.model.layers.mtp_head.propose_exchange import ProposeExchange
 from spark_py.model.layers.mtp_head.propose_graph_batch import (
     MAX_BATCH_GRAPH_DRAFTS,
     BatchGraphKey,
@@ -21,6 +23,7 @@ from spark_py.model.layers.mtp_head.propose_graph_batch import (
     table_width,
 )
 from spark_py.model.levers import ModelLevers
+from spark_py.model.weight_map import DenseWeight
 from spark_py.runtime.buffers import BufferArena
 from spark_py.runtime.errors import CaptureStateError, ScratchOverlapError, SparkError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -58,7 +61,10 @@ class Twins:
                 tokens, hiddens, [self.lengths[i] for i in which], drafts, states, rig.ctx, rig.stream, conf
             )
             gpu.free(at)
-            rows_of = (("hidden_states", h // 2), ("norm_output", h // 2), ("logits", 203))
+            rows_of = [("hidden_states", h // 2), ("norm_output", h // 2)]
+            head = self.graph.head
+            if not head.picks or (confident and head.argmax_batch_lp_k):
+                rows_of.append(("logits", 203))
             kept = [download(gpu, rig.ctx.buffers.pointer(name), (n * width,)).tobytes() for name, width in rows_of]
             found.append((ids, conf, [state.snapshot() for state in states], kept))
         assert found[0] == found[1]
@@ -156,14 +162,15 @@ def grow(gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPa
 def test_tables_of_several_widths(gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a graph of its own, and a sequence of 16 rows more goes on in the next."""
     pair = grow(gpu, rng, monkeypatch)
-    assert {key.inputs.width for key in pair.graph.head.propose_graphs._graphs} == {1, 2, 4, 8}  # type: ignore[attr-defined]
+    assert {key.width for key in pair.graph.head.propose_graphs._graphs} == {1, 2, 4, 8}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("lacks", "levers"),
     [("embed_from_argmax::batched_embed", ModelLevers()), ("argmax::argmax_bf16_batch", ModelLevers()),
-     ("nothing", ModelLevers(chain_postnorm=True))],
-    ids=["no batched embedding", "no batched argmax", "chain behind the norm"],
+     ("nothing", ModelLevers(chain_postnorm=True)), ("nothing", ModelLevers(keep_logits=True)),
+     ("spark_gemv_rows::spark_gemv_rows_argmax", ModelLevers())],
+    ids=["no batched embedding", "no batched argmax", "chain behind the norm", "logits kept", "no argmax in the head"],
 )  # fmt: skip
 def test_sets_and_levers(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, lacks: str, levers: ModelLevers
@@ -222,9 +229,8 @@ def batch(rig: Rig, n: int, drafts: int = 2, conf: list[list[float]] | None = No
     return rig.head.propose_batch(list(range(n)), hiddens, [4] * n, drafts, states, rig.ctx, rig.stream, conf)
 
 
-def test_a_replay_is_an_upload_copies_a_graph_and_a_read(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    """The first time it is the launches of a head without graphs, and one for the embeddings of each draft. Each hidden
-    row has a copy of its own, also beside its neighbour: those of two allocations can be neighbours too."""
+def test_a_replay_is_a_graph_and_nothing_else(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    """The first time it is the launches of a head without graphs, and one for the embeddings of each draft."""
     rig, kinds = make_rig(gpu, rng), []
     other = make_rig(gpu, rng, arrays=rig.arrays, levers=ModelLevers(propose_graph=False))
     for each in (rig, rig, rig, other):
@@ -232,7 +238,7 @@ def test_a_replay_is_an_upload_copies_a_graph_and_a_read(gpu: GpuBackend, rng: n
             batch(each, 4, 3, [])
         kinds.append(kinds_of(trace))
     assert kinds[0].count("launch") == kinds[3].count("launch") + 3
-    assert kinds[2][1:] == ["copy_h2d_async", *4 * ["copy_d2d_async"], "launch_graph", "copy_d2h_on_stream"]
+    assert kinds[2][1:] == ["launch_graph"]
 
 
 @pytest.mark.parametrize(
@@ -290,9 +296,14 @@ def test_how_wide_tables_are(blocks: int, capacity: int, width: int) -> None:
 
 def test_the_inputs_byte_for_byte(gpu: GpuBackend) -> None:
     """Two drafts of three sequences; the last of the second is the first row of its second block."""
-    base, found = gpu.alloc(4096), gpu.alloc(256)
-    inputs = BatchInputs(base, found, 3, 2, 4)
-    inputs.set(gpu, [7, 8, 9], [41, 30, 5], [30, 15, 0], [[9, 4], [6, 5], [3]], gpu.default_stream())
+    base, gates, embed, stream, stack = gpu.alloc(4096), gpu.alloc(12), gpu.alloc(12), gpu.default_stream(), ExitStack()
+    inputs = BatchInputs(base, ProposeExchange(gpu, 3, 4096, 12, stack), 3, 2, 4)
+    rows, table = [upload(gpu, np.array([i, 9], np.uint16)) for i in range(3)], np.arange(20, dtype=np.uint16)
+    inputs.set([7, 8, 9], [41, 30, 5], [30, 15, 0], [[9, 4], [6, 5], [3]], rows, gates, 4, stream)
+    weight = DenseWeight(upload(gpu, table), (10, 2))
+    inputs.exchange.fetch(base, inputs.slab_bytes, inputs.tokens_at, weight, gates, embed, 3, 4, 2, stream)
+    assert download(gpu, gates, (6,), np.dtype(np.uint16)).tolist() == [0, 9, 1, 9, 2, 9]
+    assert download(gpu, embed, (6,), np.dtype(np.uint16)).tolist() == [14, 15, 16, 17, 18, 19]
     slab = download(gpu, base, (96 + 12 + 48,), np.dtype(np.uint8))
     for draft in (0, 1):
         step = slab[48 * draft : 48 * draft + 48]
@@ -306,7 +317,9 @@ def test_the_inputs_byte_for_byte(gpu: GpuBackend) -> None:
         48 + 16, 48 + 24 + 8, 48 + 36 + 8, 108 + 32,
     ]  # fmt: skip
     assert (meta.max_blocks_per_seq, meta.num_seqs, inputs.tokens) == (4, 1, base.offset(96))
+    found = inputs.exchange.found
     assert (inputs.ids(1), inputs.log_probs(0), inputs.log_probs(1)) == tuple(found.offset(12 * i) for i in (1, 2, 3))
+    stack.close()
 
 
 def test_the_longest_tables_and_chains_fit_their_place(gpu: GpuBackend, rng: np.random.Generator) -> None:
@@ -314,9 +327,13 @@ def test_the_longest_tables_and_chains_fit_their_place(gpu: GpuBackend, rng: np.
     for max_seq_len in (64, 16384):
         head = make_rig(gpu, rng, max_seq_len=max_seq_len).head
         capacity = (head.propose_meta_stride - 256) // 4
-        inputs = BatchInputs(head.propose_meta, head.batch_found, 32, MAX_BATCH_GRAPH_DRAFTS, capacity)
-        full = [[0] * capacity] * 32
-        inputs.set(gpu, [0] * 32, [1] * 32, [0] * 32, full, gpu.default_stream())
+        inputs = BatchInputs(head.propose_meta, head.batch_exchange, 32, MAX_BATCH_GRAPH_DRAFTS, capacity)
+        full, stream, at = [[0] * capacity] * 32, gpu.default_stream(), gpu.alloc(2 * 32 * 8)
+        full_rows = 16 * capacity - MAX_BATCH_GRAPH_DRAFTS
+        inputs.set([0] * 32, [1] * 32, [full_rows] * 32, full, [at] * 32, at, 2, stream)
+        inputs.exchange.fetch(
+            inputs.base, inputs.slab_bytes, inputs.tokens_at, head.embed_tokens, at, at.offset(64), 32, 2, 1, stream
+        )
         last = inputs.log_probs(MAX_BATCH_GRAPH_DRAFTS - 1).offset(4 * 31)
         gpu.memset(last, 0, 4)  # the last word; one past it is another's memory
         with pytest.raises(SparkError):
@@ -423,26 +440,23 @@ def with_keys(patch: pytest.MonkeyPatch, change: Callable[[BatchGraphKey], Batch
 
 
 def by_n_alone(patch: pytest.MonkeyPatch) -> None:
-    def change(key: BatchGraphKey) -> BatchGraphKey:
-        return replace(key, drafts=0, log_probs=False, inputs=replace(key.inputs, drafts=0, width=0))
-
-    with_keys(patch, change)
+    with_keys(patch, lambda key: key._replace(drafts=0, log_probs=False, width=0))
 
 
 def by_drafts_alone(patch: pytest.MonkeyPatch) -> None:
-    with_keys(patch, lambda key: replace(key, log_probs=False, inputs=replace(key.inputs, n=0, width=0)))
+    with_keys(patch, lambda key: key._replace(log_probs=False, n=0, width=0))
 
 
 def without_drafts(patch: pytest.MonkeyPatch) -> None:
-    with_keys(patch, lambda key: replace(key, drafts=0, inputs=replace(key.inputs, drafts=0)))
+    with_keys(patch, lambda key: key._replace(drafts=0))
 
 
 def without_probabilities(patch: pytest.MonkeyPatch) -> None:
-    with_keys(patch, lambda key: replace(key, log_probs=False))
+    with_keys(patch, lambda key: key._replace(log_probs=False))
 
 
 def without_n(patch: pytest.MonkeyPatch) -> None:
-    with_keys(patch, lambda key: replace(key, inputs=replace(key.inputs, n=0)))
+    with_keys(patch, lambda key: key._replace(n=0))
 
 
 def metas_of(patch: pytest.MonkeyPatch, change: Callable[[Any, Any, int], Any]) -> None:
@@ -516,7 +530,6 @@ def test_mutants_differ(
     pair = twins(gpu, rng, monkeypatch)
     # What nobody writes is block 0 and token 0.
     gpu.memset(pair.graph.head.propose_meta, 0, 32 * pair.graph.head.propose_meta_stride)
-    gpu.memset(pair.graph.head.batch_found, 0, 256)
     eager_is_right(monkeypatch, pair)
     mutant(monkeypatch)
     with pytest.raises((AssertionError, SparkError)):
@@ -527,7 +540,7 @@ def test_mutants_differ(
 def test_a_key_without_the_width_of_tables(
     gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_keys(monkeypatch, lambda key: replace(key, inputs=replace(key.inputs, width=0)))
+    with_keys(monkeypatch, lambda key: key._replace(width=0))
     with pytest.raises((AssertionError, SparkError)):
         grow(gpu, rng, monkeypatch)
 
@@ -549,5 +562,5 @@ def test_a_key_without_the_arena(gpu: GpuBackend, rng: np.random.Generator, monk
 
     assert agree()
     one = weakref.ref(BatchGraphKey)
-    with_keys(monkeypatch, lambda key: replace(key, arena=one))  # type: ignore[arg-type]
+    with_keys(monkeypatch, lambda key: key._replace(arena=one))  # type: ignore[arg-type]
     assert not agree()

@@ -36,7 +36,7 @@ from tests.model.support import (
 
 @pytest.mark.parametrize(("asked", "vocab"), [(0, 203), (500, 203), (203, 203), (100, 100), (1, 1)])
 def test_size_of_the_draft_vocabulary(gpu: GpuBackend, rng: np.random.Generator, asked: int, vocab: int) -> None:
-    rig = make_rig(gpu, rng, mtp_vocab_size=asked)
+    rig = make_rig(gpu, rng, mtp_vocab_size=asked, levers=ModelLevers(keep_logits=True))
     assert rig.head.draft_vocab == vocab
     gpu.memset(rig.ctx.buffers.logits(), 0xFF, 2 * 203)
     picked = rig.propose(rig.state(), 3, a_hidden(rig, rng), 4, 1)[0]
@@ -391,6 +391,8 @@ BATCHED = {
     "spark_norm_rows::spark_add_then_norm",
 }  # fmt: skip
 BATCHM = {"dense_gemv_bf16_batchm::dense_gemv_bf16_batchm", "spark_gemv_rows::spark_gemv_rows"}
+GRAPH = {"spark_propose_inputs::spark_propose_inputs"}
+PICK, PICK_PACKED = (GRAPH | {f"{module}::{module}_argmax"} for module in ("spark_gemv_rows", "spark_w4a16_gemv_rows"))
 FP8_ROWS = {"gemv_fp8w::spark_dense_gemv_fp8w_batchm", "spark_fp8_gemv_rows::spark_fp8_gemv_rows"}
 GEMMS = {"gemm::dense_gemm_bf16", "gemm::dense_gemm_bf16_pipelined"} | BATCHM
 WIDTHS = {f"w4a16_gemv::w4a16_gemv_batch{rows}" for rows in (4, 5, 6, 7, 8, 16, 32)}
@@ -400,11 +402,11 @@ WIDTHS |= {"spark_w4a16_gemv_rows::spark_w4a16_gemv_rows"}
 @pytest.mark.parametrize(
     ("quant", "changes", "required", "optional"),
     [
-        (MtpQuantization.BF16, {}, BF16_SET | SILU, BATCHED | GEMMS),
+        (MtpQuantization.BF16, {}, BF16_SET | SILU, BATCHED | GEMMS | PICK),
         (MtpQuantization.BF16, MOE, BF16_SET | ROUTED, BATCHED | GEMMS),
-        (MtpQuantization.BF16, twin(256), BF16_SET | SILU | PACKED, BATCHED | GEMMS | WIDTHS),
-        (MtpQuantization.FP8, {}, FP8_SET | SILU | GEMV, BATCHED | BATCHM | FP8_ROWS),
-        (MtpQuantization.FP8, {"lm_head": NVFP4}, FP8_SET | SILU | PACKED, BATCHED | WIDTHS | FP8_ROWS),
+        (MtpQuantization.BF16, twin(256), BF16_SET | SILU | PACKED, BATCHED | GEMMS | WIDTHS | PICK_PACKED),
+        (MtpQuantization.FP8, {}, FP8_SET | SILU | GEMV, BATCHED | BATCHM | FP8_ROWS | PICK),
+        (MtpQuantization.FP8, {"lm_head": NVFP4}, FP8_SET | SILU | PACKED, BATCHED | WIDTHS | FP8_ROWS | PICK_PACKED),
         (MtpQuantization.FP8, MOE, FP8_SET | ROUTED | GEMV, BATCHED | BATCHM | FP8_ROWS),
     ],
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from spark_py.testing import BF16, Array, f64
 from tests.model.support import relative_l2
 from tests.model.v4_mtp_support import MODES, Oracle, Rig, Text, equal_streams, make_rig
 
+KEPT = ModelLevers(keep_logits=True)
 NEAR = 2.0**-6
 """Two dozen roundings to BF16 between a token and its logits, 2^-9 of an element each at most, which add up as their
 squares do."""
@@ -56,7 +58,7 @@ def test_a_draft_is_the_modules(
     gpu: GpuBackend, rng: np.random.Generator, mode: HiddenMode, kv_dtype: KvCacheDtype
 ) -> None:
     """One row, as many as the window has, more, and the block's edges, over rows that were fed."""
-    rig = make_rig(gpu, rng, mode, kv_dtype=kv_dtype)
+    rig = make_rig(gpu, rng, mode, kv_dtype=kv_dtype, levers=KEPT)
     window = rig.raw["sliding_window"]
     # Latents in E4M3 are within 2^-4 of themselves.
     near = NEAR if kv_dtype is KvCacheDtype.BF16 else 2.0**-4
@@ -71,7 +73,7 @@ def test_a_draft_is_the_modules(
 @pytest.mark.parametrize("mode", MODES)
 def test_misreadings_are_far_off(gpu: GpuBackend, rng: np.random.Generator, mode: HiddenMode) -> None:
     window = 5
-    rig = make_rig(gpu, rng, mode, sliding_window=window)
+    rig = make_rig(gpu, rng, mode, sliding_window=window, levers=KEPT)
     text, logits, oracle = clear_row(rig, rng, window + 3)
     token, stack = text.tokens[-1], seen(rig, text.stacks[-1])
 
@@ -100,8 +102,8 @@ def test_misreadings_are_far_off(gpu: GpuBackend, rng: np.random.Generator, mode
 
 def test_equal_streams_make_the_modes_agree_and_unequal_ones_differ(gpu: GpuBackend, rng: np.random.Generator) -> None:
     """Bit for bit: the logits, the streams and the cache row. Only a first draft: later ones read other things."""
-    rigs = {mode: make_rig(gpu, rng, mode) for mode in MODES[:1]}
-    rigs |= {mode: make_rig(gpu, rng, mode, arrays=rigs[MODES[0]].arrays) for mode in MODES[1:]}
+    rigs = {mode: make_rig(gpu, rng, mode, levers=KEPT) for mode in MODES[:1]}
+    rigs |= {mode: make_rig(gpu, rng, mode, arrays=rigs[MODES[0]].arrays, levers=KEPT) for mode in MODES[1:]}
     row = rng.standard_normal(64).astype(BF16)
     equal, unequal = equal_streams(row, 4), rigs[MODES[0]].a_stack(rng)
     unequal[0] = equal[0]
@@ -125,7 +127,7 @@ def test_later_drafts_go_on_from_the_heads_own(
 ) -> None:
     """Draft by draft with what the mode chains on, given by hand: the same ids, rows and logits. Chaining on the other
     thing gives others."""
-    rig = make_rig(gpu, rng, mode, levers=ModelLevers(propose_graph=graph))
+    rig = make_rig(gpu, rng, mode, levers=replace(KEPT, propose_graph=graph))
     text = Text(rig, rng, 20)
 
     def by_hand(collapsed: bool) -> tuple[list[int], list[bytes]]:
@@ -151,7 +153,7 @@ def test_later_drafts_go_on_from_the_heads_own(
 
 
 def test_the_reference_mode_does_not_chain_on_the_target_again(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    rig = make_rig(gpu, rng)
+    rig = make_rig(gpu, rng, levers=KEPT)
     text, state = Text(rig, rng, 5), rig.state()
     drafts = text.propose(state, 2)
     other = rig.state()
@@ -167,7 +169,7 @@ def test_the_reference_mode_does_not_chain_on_the_target_again(gpu: GpuBackend, 
 def test_the_window_ends_where_it_should(gpu: GpuBackend, rng: np.random.Generator, window: int, graph: bool) -> None:
     """Of rows that hold NaN, the first one outside is not read and the last one inside is. Windows begin before, at and
     behind the edge of a block."""
-    rig = make_rig(gpu, rng, sliding_window=window, levers=ModelLevers(propose_graph=graph))
+    rig = make_rig(gpu, rng, sliding_window=window, levers=replace(KEPT, propose_graph=graph))
     text, row_bytes = Text(rig, rng, 33), 2 * rig.raw["head_dim"]
     clean = rig.state()
     text.prefill(clean)
@@ -187,7 +189,7 @@ def test_the_window_ends_where_it_should(gpu: GpuBackend, rng: np.random.Generat
 def test_a_shift_of_all_positions_is_harmless_and_one_of_some_is_not(
     gpu: GpuBackend, rng: np.random.Generator, mode: HiddenMode
 ) -> None:
-    rig = make_rig(gpu, rng, mode)
+    rig = make_rig(gpu, rng, mode, levers=KEPT)
     text = Text(rig, rng, 12)
     found = {}
     for name, (fed, drafted) in {"plain": (1, 12), "shifted": (31, 42), "apart": (1, 19)}.items():
@@ -201,7 +203,7 @@ def test_a_shift_of_all_positions_is_harmless_and_one_of_some_is_not(
 
 def test_the_first_token_has_its_embedding(gpu: GpuBackend, rng: np.random.Generator) -> None:
     """Nothing is masked at the first row: the token is one further than the hidden."""
-    rig = make_rig(gpu, rng)
+    rig = make_rig(gpu, rng, levers=KEPT)
     stack = rig.a_stack(rng)
     states = [rig.state(), rig.state()]
     for state, token in zip(states, (3, 4), strict=True):
@@ -212,7 +214,7 @@ def test_the_first_token_has_its_embedding(gpu: GpuBackend, rng: np.random.Gener
 @pytest.mark.parametrize("vocab", [0, 1, 33, 202, 203, 999])
 def test_the_draft_vocabulary(gpu: GpuBackend, rng: np.random.Generator, vocab: int) -> None:
     """0 and too many are the whole one; the rows behind a smaller one never win."""
-    rig = make_rig(gpu, rng, mtp_vocab_size=vocab)
+    rig = make_rig(gpu, rng, mtp_vocab_size=vocab, levers=KEPT)
     whole = 203
     assert rig.head.draft_vocab == (vocab if 0 < vocab < whole else whole)
     text, state = Text(rig, rng, 3), rig.state()
@@ -223,8 +225,8 @@ def test_the_draft_vocabulary(gpu: GpuBackend, rng: np.random.Generator, vocab: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_chain_postnorm_is_the_collapsed_modes(gpu: GpuBackend, rng: np.random.Generator, mode: HiddenMode) -> None:
-    rig = make_rig(gpu, rng, mode)
-    other = make_rig(gpu, rng, mode, arrays=rig.arrays, levers=ModelLevers(chain_postnorm=True))
+    rig = make_rig(gpu, rng, mode, levers=KEPT)
+    other = make_rig(gpu, rng, mode, arrays=rig.arrays, levers=replace(KEPT, chain_postnorm=True))
     text = Text(rig, rng, 4)
     rows = []
     for each in (rig, other):

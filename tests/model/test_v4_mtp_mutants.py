@@ -20,7 +20,7 @@ from spark_py.model.layers.deepseek_v4_mtp_forward import DeepseekV4MtpForward
 from spark_py.model.layers.deepseek_v4_mtp_new import DeepseekV4MtpNew
 from spark_py.model.layers.hidden_mode import HiddenMode
 from spark_py.model.layers.mtp_head.pick import MtpHeadPick
-from spark_py.model.layers.mtp_head.states import MtpStates
+from spark_py.model.layers.mtp_head.states import MtpStates, _Undo
 from spark_py.model.row_policy import RowPolicy
 from spark_py.runtime.errors import SparkError
 from spark_py.runtime.gpu import GpuBackend
@@ -74,7 +74,7 @@ class Mutant:
     check: Check
 
 
-HEAD, FORWARD, NEW = DeepseekV4MtpHead, DeepseekV4MtpForward, DeepseekV4MtpNew
+HEAD, FORWARD, NEW, UNDO = DeepseekV4MtpHead, DeepseekV4MtpForward, DeepseekV4MtpNew, _Undo
 SPREAD = "residual_add(gpu, self.residual_add_k, b.h_branch, b.spread, rows * hc * h, stream)"
 KEYS = "own.last_pair_key = own.base_pair_key"
 MUTANTS = [
@@ -123,16 +123,16 @@ MUTANTS = [
            REFUSALS),
     Mutant("the first draft's id deferred", HEAD, "_propose_by_steps", "if i == len(masks) - 1", "if i == 0",
            deferred(False)),
-    Mutant("the same in a graph's", HEAD, "_propose_on_device", "inputs.id(drafts - 1)", "inputs.id(0)",
+    Mutant("the same in a graph's", HEAD, "_propose_on_device", "inputs.told(drafts - 1)", "inputs.told(0)",
            deferred(True)),
     Mutant("an old deferred id", HEAD, "propose", "self.last_conf, self._deferred = 1.0, False", "self.last_conf = 1.0",
            deferred(True)),
-    Mutant("blocks lost in an error", MtpStates, "_undone_on_error", "self.restore_state(own, taken)",
+    Mutant("blocks lost in an error", UNDO, "__exit__", "head.restore_state(own, taken)",
            "own.restore(taken)", FAILURE),
-    Mutant("rows kept in an error", MtpStates, "_undone_on_error", "self.restore_state(own, taken)", "pass", FAILURE),
+    Mutant("rows kept in an error", UNDO, "__exit__", "head.restore_state(own, taken)", "pass", FAILURE),
     Mutant("blocks for one sequence", NEW, "_build", "* self.levers.mtp_max_seqs", "", POOL),
-    Mutant("a graph of another arena", HEAD, "_propose_on_device", "weakref.ref(buf))", "weakref.ref(self.kv_cache))",
-           GRAPH),
+    Mutant("a graph of another arena", HEAD, "_propose_on_device", "weakref.ref(ctx.buffers))",
+           "weakref.ref(self.kv_cache))", GRAPH),
     Mutant("a graph of the other number of drafts", HEAD, "_propose_on_device", "GraphKey(drafts,", "GraphKey(1,",
            GRAPH),
     Mutant("blocks of a freed state", MtpStates, "free_state", "self._free_table(self._own(state).block_table)",

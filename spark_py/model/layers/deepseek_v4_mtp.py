@@ -13,11 +13,9 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...ops.argmax import argmax_bf16
-from ...ops.embed_from_argmax import embed_from_argmax
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...runtime.sizes import count
-from ..layer import EmptyLayerState, ForwardContext, GrammarMask, LayerState, ProposerState
+from ..layer import AttnMetadataDev, EmptyLayerState, ForwardContext, GrammarMask, LayerState, ProposerState
 from .deepseek_v4_mtp_diagnostics import stage_norms
 from .deepseek_v4_mtp_forward import DeepseekV4MtpForward
 from .deepseek_v4_mtp_new import log
@@ -26,9 +24,10 @@ from .mtp_checks import check_address
 from .mtp_head import MtpProposerState
 from .mtp_head.diagnostics import log_shadow_topk, log_stage_norms
 from .mtp_head.grammar import MaskWords
+from .mtp_head.lm_head_argmax import LmHeadArgmax
 from .mtp_head.new import BF16_BYTES, KV_BLOCK_SIZE
 from .mtp_head.pick import PLACEHOLDER
-from .mtp_head.propose_graph import GraphKey, ProposeGraphs, ProposeInputs, graphs_wanted
+from .mtp_head.propose_graph import GraphKey, ProposeGraphs, ProposeInputs, chain_drafts, graphs_wanted
 from .mtp_head.states import MtpStates
 
 __all__ = ["DeepseekV4MtpHead", "DeepseekV4MtpProposerState"]
@@ -61,10 +60,14 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
         super()._build()
         self.propose_inputs: dict[bool, ProposeInputs] = {}
         self.propose_graphs: dict[bool, ProposeGraphs] = {}
+        self.lm_head_argmax: LmHeadArgmax | None = None
         if graphs_wanted(self.levers):
+            if self.spark_gemv_rows_k and not self.levers.keep_logits:
+                vocab, table = self.draft_vocab, self.embed_tokens
+                self.lm_head_argmax = LmHeadArgmax(self.gpu, self.lm_head, vocab, self.h, table, self._alloc) or None
             capacity = self.max_seq_len // KV_BLOCK_SIZE + 1
             for stacked, nbytes in ((False, self.h * BF16_BYTES), (True, self.shapes.hyper.stream_bytes)):
-                self.propose_inputs[stacked] = ProposeInputs(nbytes, capacity, self._alloc)
+                self.propose_inputs[stacked] = ProposeInputs(self.gpu, nbytes, capacity, self._alloc, self._stack)
                 self.propose_graphs[stacked] = ProposeGraphs(self.gpu)
                 self._stack.callback(self.propose_graphs[stacked].release)
 
@@ -168,30 +171,27 @@ class DeepseekV4MtpHead(DeepseekV4MtpForward, MtpStates):
         stream: StreamLike,
         draft_embed_target: DevicePtr | None,
     ) -> list[int] | None:
-        """All drafts as one graph, with the bits of `_propose_by_steps`, one upload before and one read-back after it.
+        """All drafts as one graph, with the bits of `_propose_by_steps`.
         None, and nothing done, where that must be done draft by draft."""
         inputs = self.propose_inputs.get(stacked)
         ours = getattr(self.forward_one, "__func__", None) is DeepseekV4MtpForward.forward_one
         if inputs is None or not inputs.fits(own.seq_len, drafts) or not ours:
             return None
-        inputs.set(self.gpu, token, source, position, own.seq_len, drafts, own.block_table, stream)
-        buf = ctx.buffers
-        embed, logits = buf.ssm_qkvz(), buf.logits()
+        inputs.set(token, source, position, own.seq_len, drafts, own.block_table, stream)
+        ctx.buffers.logits()  # an arena that was released says so
+        pick = self.lm_head_argmax
+
+        def forward(current: DevicePtr, meta: AttnMetadataDev, on: StreamLike) -> DevicePtr:
+            self._forward_row(current, stacked, meta, ctx, on, logits=pick is None)
+            return self.chain_source(ctx, stacked)
 
         def work(on: StreamLike) -> None:
-            current_id, current_source = inputs.token, inputs.hidden
-            for draft in range(drafts):
-                # The id has its place already: as the kernel's second output it stays as it is.
-                table, kernel = self.embed_tokens, self.embed_from_argmax_k
-                embed_from_argmax(self.gpu, kernel, current_id, table, embed, current_id, self.h, on)
-                self._forward_row(current_source, stacked, inputs.meta(draft), ctx, on)
-                argmax_bf16(self.gpu, self.argmax_k, logits, inputs.id(draft), self.draft_vocab, on)
-                current_id, current_source = inputs.id(draft), self.chain_source(ctx, stacked)
+            chain_drafts(self, inputs, drafts, ctx, forward, pick, on)
 
-        self.propose_graphs[stacked].run(GraphKey(drafts, weakref.ref(buf)), work, stream)
+        self.propose_graphs[stacked].run(GraphKey(drafts, weakref.ref(ctx.buffers)), work, stream)
         if draft_embed_target is not None:
-            self._stage_embedding(inputs.id(drafts - 1), draft_embed_target, stream)
-        found = inputs.read(self.gpu, drafts if draft_embed_target is None else drafts - 1, stream)
+            self._stage_embedding(inputs.told(drafts - 1), draft_embed_target, stream)
+        found = inputs.read(drafts if draft_embed_target is None else drafts - 1, stream)
         own.seq_len += drafts
         own.last_pair_key = position + drafts - 2
         self.log.debug(

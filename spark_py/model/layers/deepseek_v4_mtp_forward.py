@@ -78,9 +78,16 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         return token_id
 
     def _forward_row(
-        self, source: DevicePtr, stacked: bool, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
+        self,
+        source: DevicePtr,
+        stacked: bool,
+        meta: AttnMetadataDev,
+        ctx: ForwardContext,
+        stream: StreamLike,
+        logits: bool = True,
     ) -> None:
-        """Steps 2 to 6, from the embedding in `ssm_qkvz` to `logits`: launches and copies on the device alone."""
+        """Steps 2 to 6, from the embedding in `ssm_qkvz` to `logits`, or to `norm_output` without them: launches and
+        copies on the device alone."""
         buf, combiner = ctx.buffers, CombinerBuffers.of(ctx.buffers)
         # 2. and 3. Combiner, and streams.
         self._combine(combiner, source, stacked, 1, stream)
@@ -91,7 +98,8 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         self.connections.collapse(self.module.hc_head, combiner.streams, h_out, 1, stream)
         # 6. Final norm and shared LM head.
         self._rms_norm(h_out, self.module.norm, buf.norm_output(), 1, stream)
-        self._lm_head(buf.norm_output(), buf.logits(), stream)
+        if logits:
+            self._lm_head(buf.norm_output(), buf.logits(), stream)
 
     def _combine(self, b: CombinerBuffers, source: DevicePtr, stacked: bool, rows: int, stream: StreamLike) -> None:
         """b.streams of b.embed and `source`, which is not read after the second norm: it may be `b.h_in` or

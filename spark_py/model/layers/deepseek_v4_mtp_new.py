@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from ...ops.gemv import dense_gemv
+from ...ops.spark_gemv_rows import Projection, spark_gemv_rows
 from ...runtime.buffers import BufferArena
 from ...runtime.errors import UnsupportedError
 from ...runtime.gpu import DevicePtr, GpuBackend, StreamLike
@@ -134,6 +135,7 @@ class DeepseekV4MtpNew(MtpHeadLife):
         self.rms_norm_k = gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
         self.stream_norm_k = gpu.kernel("spark_rms_norm_f32", "spark_rms_norm_f32")
         self.dense_gemv_k = gpu.kernel("gemv", "dense_gemv_bf16")
+        self.spark_gemv_rows_k = gpu.try_kernel("spark_gemv_rows", "spark_gemv_rows")
         self.residual_add_k = gpu.kernel("residual_add", "bf16_residual_add")
         self.argmax_k = gpu.kernel("argmax", "argmax_bf16")
         self.embed_from_argmax_k = gpu.kernel("embed_from_argmax", "embed_from_argmax")
@@ -175,6 +177,10 @@ class DeepseekV4MtpNew(MtpHeadLife):
 
     def _lm_head(self, normed: DevicePtr, logits: DevicePtr, stream: StreamLike) -> None:
         """logits BF16 [draft_vocab], the first rows of the head: padding behind them is never read."""
+        if self.spark_gemv_rows_k:
+            head = Projection(self.lm_head, logits, self.draft_vocab, self.draft_vocab)
+            spark_gemv_rows(self.gpu, self.spark_gemv_rows_k, normed, [head], 1, self.h, stream)
+            return
         dense_gemv(self.gpu, self.dense_gemv_k, normed, self.lm_head, logits, self.draft_vocab, self.h, stream)
 
     def row_bytes(self) -> dict[str, int]:

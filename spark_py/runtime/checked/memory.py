@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,11 @@ class MemoryOps(Core):
         """The allocation that holds the range; None for 0 bytes, where any pointer will do."""
         address = self._address(ptr)
         return self._memory.check_range(address, nbytes, what) if nbytes else None
+
+    @guarded
+    def check_ranges(self, pointers: Sequence[DevicePtr], nbytes: int, what: str) -> None:
+        for ptr in pointers:
+            self._range(ptr, nbytes, what)
 
     def _pinned_for_graph(self, host: int, nbytes: int, stream: int, operation: str) -> None:
         """While `stream` captures, host memory must be this backend's pinned memory, which the graph then watches."""

@@ -11,6 +11,7 @@ from ...catalog.spec import Call
 from ..case import Case
 from ..compare import f64
 from ..inputs import F32, Array
+from ._gemv_argmax import gemv_argmax_cases
 from ._gemv_rows import Shape, gemv_rows_cases
 from .paged_decode_fp8 import E4M3
 
@@ -34,4 +35,13 @@ def _drawn(rng: np.random.Generator, i: int, n: int, size: int) -> Mapping[str, 
     return {"W": codes, "S": rng.uniform(0.001, 3, n).astype(F32)}
 
 
-CASES: Mapping[str, tuple[Case, ...]] = {"spark_fp8_gemv_rows": gemv_rows_cases(SHAPES, _dense, _drawn)}
+def whole_numbers(weights: Array) -> Mapping[str, Array | float]:
+    """The arguments that are FP64 [N, K] exactly, every other row by half of its size."""
+    scales = np.where(np.arange(len(weights)) % 2, 2.0, 1.0)
+    return {"W": (weights / scales[:, None]).astype(E4M3).view(np.uint8), "S": scales.astype(F32)}
+
+
+CASES: Mapping[str, tuple[Case, ...]] = {
+    "spark_fp8_gemv_rows": gemv_rows_cases(SHAPES, _dense, _drawn),
+    "spark_fp8_gemv_rows_argmax": gemv_argmax_cases((32, 144, 528), whole_numbers),
+}

@@ -10,7 +10,8 @@ import numpy as np
 from ...catalog.spec import Call
 from ..case import Case
 from ..compare import f64
-from ..inputs import Array, normal
+from ..inputs import BF16, Array, normal
+from ._gemv_argmax import INFINITE, PLANTED, gemv_argmax_cases
 from ._gemv_rows import Shape, gemv_rows_cases
 
 SHAPES: tuple[Shape, ...] = (
@@ -33,4 +34,12 @@ def _drawn(rng: np.random.Generator, i: int, n: int, size: int) -> Mapping[str, 
     return {"W": weights}
 
 
-CASES: Mapping[str, tuple[Case, ...]] = {"spark_gemv_rows": gemv_rows_cases(SHAPES, _dense, _drawn)}
+def whole_numbers(weights: Array) -> Mapping[str, Array | float]:
+    """The arguments that are FP64 [N, K] exactly."""
+    return {"W": weights.astype(BF16)}
+
+
+CASES: Mapping[str, tuple[Case, ...]] = {
+    "spark_gemv_rows": gemv_rows_cases(SHAPES, _dense, _drawn),
+    "spark_gemv_rows_argmax": gemv_argmax_cases((8, 72, 520), whole_numbers, (*PLANTED, *INFINITE)),
+}

@@ -127,8 +127,7 @@ class MtpHead(MtpHeadProposeGraphBatch, MtpStates):
             return drafts
         tokens = [self._token(f"last_tokens[{i}]", token) for i, token in enumerate(last_tokens)]
         starts = [self._position(position, drafts_wanted) for position in positions]
-        for i, hidden in enumerate(target_hiddens):
-            self._check_gathered(f"target_hiddens[{i}]", hidden, n, ctx)
+        self._check_gathered(target_hiddens, ctx)
         for own in owned:
             self._require_verdict(own, "propose_batch")
 
@@ -175,11 +174,13 @@ class MtpHead(MtpHeadProposeGraphBatch, MtpStates):
         """Whether a batched propose takes so many sequences: 2 at least."""
         return 2 <= sequences <= self.propose_batch_max(buffers, self.config)
 
-    def _check_gathered(self, name: str, hidden: DevicePtr, n: int, ctx: ForwardContext) -> None:
-        check_address(name, hidden)
-        row_bytes, gates = self.h * BF16_BYTES, ctx.buffers.ssm_gates()
-        if hidden < gates.offset(n * row_bytes) and gates < hidden.offset(row_bytes):
-            raise InvalidArgumentError(name, hidden, "another buffer than ssm_gates, where all rows are gathered first")
+    def _check_gathered(self, hiddens: Sequence[DevicePtr], ctx: ForwardContext) -> None:
+        row_bytes, gates = self.h * BF16_BYTES, ctx.buffers.ssm_gates().address
+        for i, hidden in enumerate(hiddens):
+            check_address(f"target_hiddens[{i}]", hidden)
+            if gates - row_bytes < hidden.address < gates + len(hiddens) * row_bytes:
+                limit = "another buffer than ssm_gates, where all rows are gathered first"
+                raise InvalidArgumentError(f"target_hiddens[{i}]", hidden, limit)
 
     def _log_draft(self, position: int, ctx: ForwardContext, stream: StreamLike, row: int = 0, rows: int = 1) -> None:
         if self.levers.shadow_topk:

@@ -95,13 +95,17 @@ class MtpHeadForward(MtpHeadAttention, MtpHeadPick):
     ) -> None:
         """Steps 2 to 12, from the embedding row to `logits`: launches and copies on the device alone, unless
         `ffn_reads_back`. What differs from row to row lies behind `embed`, `target_hidden` and `meta`."""
-        buf = ctx.buffers
-        moe_output = self._forward_to_ffn(embed, target_hidden, meta, ctx, stream)
+        self._forward_to_norm(embed, target_hidden, meta, ctx, stream)
+        # 12. LM head.
+        self._lm_head(ctx.buffers.norm_output(), ctx.buffers.logits(), stream)
 
-        # 10. Residual.  11. Final norm.  12. LM head.
-        norm_output = buf.norm_output()
-        self._add_then_norm(buf.hidden_states(), moe_output, self.norm, norm_output, stream)
-        self._lm_head(norm_output, buf.logits(), stream)
+    def _forward_to_norm(
+        self, embed: DevicePtr, target_hidden: DevicePtr, meta: AttnMetadataDev, ctx: ForwardContext, stream: StreamLike
+    ) -> None:
+        """Steps 2 to 11, to `norm_output`."""
+        moe_output = self._forward_to_ffn(embed, target_hidden, meta, ctx, stream)
+        # 10. Residual.  11. Final norm.
+        self._add_then_norm(ctx.buffers.hidden_states(), moe_output, self.norm, ctx.buffers.norm_output(), stream)
 
     def _final_norm(self, ctx: ForwardContext, stream: StreamLike) -> None:
         buf = ctx.buffers

@@ -69,6 +69,7 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
 
         # 2 to 12.
         self._forward_batch_rows(n, metas, ctx, stream)
+        self._lm_head_rows(ctx.buffers.norm_output(), ctx.buffers.logits(), n, stream)
 
         # 13. Pick.
         found = self._select_batch(n, log_probs and bool(self.argmax_batch_lp_k), ctx, stream)
@@ -116,8 +117,8 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
     def _forward_batch_rows(
         self, n: int, metas: Sequence[AttnMetadataDev], ctx: ForwardContext, stream: StreamLike
     ) -> None:
-        """Steps 2 to 12 for n rows, from `ssm_qkvz` (embeddings) and `ssm_gates` (hidden rows) to
-        `logits`: launches and copies on the device alone, unless `ffn_reads_back`."""
+        """Steps 2 to 11 for n rows, from `ssm_qkvz` (embeddings) and `ssm_gates` (hidden rows) to
+        `norm_output`: launches and copies on the device alone, unless `ffn_reads_back`."""
         buf = ctx.buffers
         h, hd, nkv = self.h, self.hd, self.nkv
         hidden, norm_output = buf.hidden_states(), buf.norm_output()
@@ -152,10 +153,9 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
         post, residual = self.post_attn_layernorm, buf.residual()
         self._residual_add_rms_norm(hidden, norm_output, post, norm_output, residual, stream, n)
 
-        # 10. FFN and residual.  11. Final norm.  12. LM head.
+        # 10. FFN and residual.  11. Final norm.
         moe_output = self.ffn_rows(norm_output, n, ctx, stream)
         self._add_then_norm(hidden, moe_output, self.norm, norm_output, stream, n)
-        self._lm_head_rows(norm_output, buf.logits(), n, stream)
 
     def project_rows(
         self,
@@ -215,10 +215,14 @@ class MtpHeadForwardBatch(MtpHeadPrefill):
                 w4a16_gemv_qg_batch(gpu, self.w4a16_gemv_qg_batch[rows], a, self.q_proj, c, n, h, nq, hd, stream)
             row += rows
 
+    def _in_tiles(self, n: int) -> bool:
+        """Whether the LM head's transposed twin takes n rows."""
+        return n >= TILE_LM_HEAD_ROWS and bool(self.w4a16_gemm_t_k) and self.lm_head_nvfp4_t is not None
+
     def _lm_head_rows(self, normed: DevicePtr, logits: DevicePtr, n: int, stream: StreamLike) -> None:
         """logits BF16 [n, draft_vocab]. Which kernel is a matter of n alone, so that a captured pass stays true."""
         vocab, h, twin = self.draft_vocab, self.h, self.lm_head_nvfp4_t
-        if n >= TILE_LM_HEAD_ROWS and self.w4a16_gemm_t_k and twin is not None:
+        if twin is not None and self._in_tiles(n):
             weight, ldb = twin
             w4a16_gemm_n128_ldb(self.gpu, self.w4a16_gemm_t_k, normed, weight, logits, n, vocab, h, ldb, stream)
             return

@@ -35,6 +35,7 @@ class MtpHeadPick(MtpHeadLife):
     h: int
     kv_cache: PagedKvCache
     draft_vocab: int
+    embed_tokens: DenseWeight
     target_embed_tokens: DenseWeight
     draft_token_id_dev: DevicePtr
     argmax_k: KernelHandle
@@ -44,6 +45,8 @@ class MtpHeadPick(MtpHeadLife):
 
     def reserve_rows(self, state: MtpProposerState, rows: int) -> None:
         """Blocks for `rows` rows: all that are missing, or KvCacheExhausted and none."""
+        if rows <= KV_BLOCK_SIZE * len(state.block_table):
+            return
         with self._kv_lock:
             self.kv_cache.grow_table(state.block_table, -(-rows // KV_BLOCK_SIZE), self.owner)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """All drafts of a batched propose as one graph: the batch's half of `propose_graph`. Rust runs it launch by launch.
 
-As for one sequence the host knows every position, slot and length beforehand, so that a replay is one upload, the copy
-of the hidden rows, the graph, and one read-back for all ids of all sequences.
+As for one sequence the host knows every position, slot and length beforehand, so that a replay is the graph alone.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ import struct
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from functools import lru_cache
+from typing import NamedTuple
 
 from ....ops.embed_from_argmax import batched_embed, embed_from_argmax
-from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
+from ....runtime.buffers import BufferArena
+from ....runtime.gpu import DevicePtr, StreamLike
 from ....runtime.scratch import MTP_META_HEADER_BYTES, ScratchRegion
 from ...drafting.rows import PROPOSE_META_SEQS
 from ...layer import AttnMetadataDev, ForwardContext
 from ...weight_map import MtpWeights
 from .forward_batch import MtpHeadForwardBatch
 from .new import BF16_BYTES, KV_BLOCK_SIZE
-from .propose_graph import GraphKey, MtpHeadProposeGraph
+from .propose_exchange import ProposeExchange
+from .propose_graph import MtpHeadProposeGraph
 from .types import MtpProposerState
 
 __all__ = ["MAX_BATCH_GRAPH_DRAFTS", "BatchGraphKey", "BatchInputs", "MtpHeadProposeGraphBatch", "table_width"]
@@ -42,64 +43,74 @@ def table_width(blocks: int, capacity: int) -> int:
 
 @dataclass(frozen=True)
 class BatchInputs:
-    """What a graph reads that differs from propose to propose, and where it leaves what it found: places on the device
-    for n sequences, and so a part of the graph's key.
+    """What a graph reads that differs from propose to propose, and where it leaves what it found, for n sequences.
 
-    From `base` on, filled by one upload: for each draft i64 slots [n], u32 positions [n] and i32 lengths [n], the row
-    itself included; then u32 tokens [n], those before the first draft; then i32 block tables [n, width], of which what
-    a table has beyond its sequence is never read. From `found` on: u32 ids [drafts, n], and FP32 [drafts, n], ln of
-    their probabilities. The hidden rows of the first draft are where the pass begins, in `ssm_gates`.
+    `set` writes a slab of host memory, which the graph fetches to `base`: for each draft i64 slots [n], u32 positions
+    [n] and i32 lengths [n], the row itself included; then u32 tokens [n], those before the first draft; then i32 block
+    tables [n, width], of which what a table has beyond its sequence is never read. In the exchange's `found`: u32 ids
+    [drafts, n], and FP32 [drafts, n], ln of their probabilities. Hidden rows go to `hidden`, where the pass begins.
     """
 
     base: DevicePtr
-    found: DevicePtr
+    exchange: ProposeExchange
     n: int
     drafts: int
     width: int
 
     def set(
         self,
-        gpu: GpuBackend,
         tokens: Sequence[int],
         positions: Sequence[int],
         rows: Sequence[int],
-        tables: Sequence[Sequence[int]],
+        tables: Sequence[list[int]],
+        hiddens: Sequence[DevicePtr],
+        hidden: DevicePtr,
+        row_bytes: int,
         stream: StreamLike,
     ) -> None:
-        """Queue the inputs of sequences of `rows` rows, whose first drafts are at `positions`; each table has the
-        blocks of all drafts, `width` at most."""
-        n, width = self.n, self.width
-        slab = bytearray(self._tables_at + _WORD * n * width)
+        """The inputs of sequences of `rows` rows, whose first drafts are at `positions`; each table has the blocks of
+        all drafts, `width` at most. The rows of row_bytes at `hiddens` go to `hidden`."""
+        n, size, exchange, words = self.n, KV_BLOCK_SIZE, self.exchange, list[int]()
         for draft in range(self.drafts):
-            at, size = [row + draft for row in rows], KV_BLOCK_SIZE
-            slots = [table[row // size] * size + row % size for table, row in zip(tables, at, strict=True)]
-            step = (*slots, *(position + draft for position in positions), *(row + 1 for row in at))
-            struct.pack_into(f"<{n}q{n}I{n}i", slab, draft * n * _STEP_BYTES, *step)
-        struct.pack_into(f"<{n}I", slab, self._tokens_at, *tokens)
-        for i, table in enumerate(tables):
-            struct.pack_into(f"<{len(table)}i", slab, self._tables_at + _WORD * width * i, *table)
-        gpu.copy_h2d_async(slab, self.base, stream)
+            at = [row + draft for row in rows]
+            words += [table[row // size] * size + row % size for table, row in zip(tables, at, strict=True)]
+            words += [position + draft for position in positions]
+            words += [row + 1 for row in at]
+        exchange.begin(stream)
+        _layout(n, self.drafts).pack_into(exchange.memory, exchange.slab_at, *words, *tokens)
+        start = exchange.slab_at + self._tables_at
+        for table, row in zip(tables, rows, strict=True):
+            packed = exchange.tables.packed(table, -(-(row + self.drafts) // size))
+            exchange.memory[start : start + len(packed)] = packed
+            start += _WORD * self.width
+        exchange.give(self.slab_bytes, hiddens, row_bytes, hidden, stream)
 
     @property
-    def _tokens_at(self) -> int:
+    def slab_bytes(self) -> int:
+        """Bytes of the slab."""
+        return self._tables_at + _WORD * self.n * self.width
+
+    @property
+    def tokens_at(self) -> int:
+        """Where the tokens are in the slab."""
         return self.drafts * self.n * _STEP_BYTES
 
     @property
     def _tables_at(self) -> int:
-        return self._tokens_at + self.n * _WORD
+        return self.tokens_at + self.n * _WORD
 
     @property
     def tokens(self) -> DevicePtr:
         """The ids before the first draft."""
-        return self.base.offset(self._tokens_at)
+        return self.base.offset(self.tokens_at)
 
     def ids(self, draft: int) -> DevicePtr:
         """Where the ids of a draft are left."""
-        return self.found.offset(draft * self.n * _WORD)
+        return self.exchange.found.offset(draft * self.n * _WORD)
 
     def log_probs(self, draft: int) -> DevicePtr:
         """Where ln of their probabilities is left."""
-        return self.found.offset((self.drafts + draft) * self.n * _WORD)
+        return self.exchange.found.offset((self.drafts + draft) * self.n * _WORD)
 
     def metas(self, draft: int) -> list[AttnMetadataDev]:
         """Where the metadata of each sequence's row of a draft is."""
@@ -121,26 +132,34 @@ class BatchInputs:
         ]
 
 
-@dataclass(frozen=True)
-class BatchGraphKey(GraphKey):
-    """All that a batch's graph bakes in: also how many sequences there are, how wide their tables are, where its inputs
-    lie, and whether probabilities are told. Which kernels run is a matter of the head and of the number of
+@lru_cache
+def _layout(n: int, drafts: int) -> struct.Struct:
+    """The slab of n sequences up to its tables."""
+    return struct.Struct("<" + drafts * f"{n}q{n}I{n}i" + f"{n}I")
+
+
+class BatchGraphKey(NamedTuple):
+    """What a batch's graph bakes in and a head may meet more than one of: also how many sequences there are, how wide
+    their tables are, and whether probabilities are told. Which kernels run is a matter of the head and of the number of
     sequences."""
 
-    inputs: BatchInputs
+    drafts: int
+    arena: weakref.ref[BufferArena]
+    n: int
+    width: int
     log_probs: bool
 
 
 class MtpHeadProposeGraphBatch(MtpHeadProposeGraph):
     """A batched propose whose drafts never pass through the host."""
 
-    batch_found: DevicePtr
+    batch_exchange: ProposeExchange
 
     def _build(self, weights: MtpWeights, main_kv_blocks: int) -> None:
         super()._build(weights, main_kv_blocks)
         if self.propose_inputs is not None:
-            words = 2 * MAX_BATCH_GRAPH_DRAFTS * PROPOSE_META_SEQS
-            self.batch_found = self._alloc("propose_graph.batch_found", words * _WORD)
+            slab, words = PROPOSE_META_SEQS * self.propose_meta_stride, 2 * MAX_BATCH_GRAPH_DRAFTS * PROPOSE_META_SEQS
+            self.batch_exchange = ProposeExchange(self.gpu, PROPOSE_META_SEQS, slab, words, self._stack)
 
     def _propose_batch_on_device(
         self,
@@ -159,25 +178,25 @@ class MtpHeadProposeGraphBatch(MtpHeadProposeGraph):
         have their blocks; their rows count on return.
         """
         n, capacity = len(states), (self.propose_meta_stride - MTP_META_HEADER_BYTES) // _WORD
-        tables = [state.block_table[: -(-(state.seq_len + drafts) // KV_BLOCK_SIZE)] for state in states]
-        blocks = max(map(len, tables))
+        rows = [state.seq_len for state in states]
+        blocks = -(-(max(rows) + drafts) // KV_BLOCK_SIZE)
         if self.propose_inputs is None or drafts > MAX_BATCH_GRAPH_DRAFTS or blocks > capacity:
             return None
         if not self._batch_steps_are_ours():
             return None
-        inputs = BatchInputs(self.propose_meta, self.batch_found, n, drafts, table_width(blocks, capacity))
-        inputs.set(self.gpu, tokens, positions, [state.seq_len for state in states], tables, stream)
-        self._copy_rows(hiddens, ctx.buffers.ssm_gates(), self.h * BF16_BYTES, stream)
+        exchange, width = self.batch_exchange, table_width(blocks, capacity)
+        inputs, gates = BatchInputs(self.propose_meta, exchange, n, drafts, width), ctx.buffers.ssm_gates()
+        tables = [state.block_table for state in states]
+        inputs.set(tokens, positions, rows, tables, hiddens, gates, self.h * BF16_BYTES, stream)
         told = log_probs and bool(self.argmax_batch_lp_k)
         self._run_batch_drafts(inputs, told, ctx, stream)
-        found = np.empty((1 + told, drafts, n), "<u4")
-        self.gpu.copy_d2h_on_stream(inputs.found, found.reshape(-1).view(np.uint8), stream)
+        ids = exchange.finish(drafts * n, stream)
+        certain = exchange.reals(drafts * n, 2 * drafts * n) if told else [0.0] * (drafts * n)
         for position, state in zip(positions, states, strict=True):
             state.seq_len += drafts
             state.last_pair_key = position + drafts - 2
             state.last_num_drafted = drafts
-        probabilities = found[1].view("<f4").T.tolist() if told else [[0.0] * drafts for _ in states]
-        return found[0].T.tolist(), probabilities
+        return [ids[i::n] for i in range(n)], [certain[i::n] for i in range(n)]
 
     def _batch_steps_are_ours(self) -> bool:
         """As `_steps_are_ours`, for `forward_batch_position`."""
@@ -190,18 +209,37 @@ class MtpHeadProposeGraphBatch(MtpHeadProposeGraph):
             # A pass leases it for its experts, a replay writes it without asking.
             buf.lease(ScratchRegion.moe_routing(n, self.experts_per_token)).release()
 
+        picks = not log_probs and self._picks_rows(n)
+
         def work(on: StreamLike) -> None:
-            source = inputs.tokens
+            gates, embed = buf.ssm_gates(), buf.ssm_qkvz()
+            inputs.exchange.fetch(
+                inputs.base, inputs.slab_bytes, inputs.tokens_at, self.embed_tokens, gates, embed, n, row_bytes,
+                self.h, on,
+            )  # fmt: skip
+            if not inputs.exchange.embeds:
+                self._embed_rows(inputs.tokens, embed, n, on)
             for draft in range(inputs.drafts):
                 if draft:
-                    self.gpu.copy_d2d_async(self._chain_hidden(ctx), buf.ssm_gates(), n * row_bytes, on)
-                self._embed_rows(source, buf.ssm_qkvz(), n, on)
+                    self.gpu.copy_d2d_async(self._chain_hidden(ctx), gates, n * row_bytes, on)
                 self._forward_batch_rows(n, inputs.metas(draft), ctx, on)
-                source = inputs.ids(draft)
-                self._argmax_rows(n, source, inputs.log_probs(draft) if log_probs else None, ctx, on)
+                ids, last = inputs.ids(draft), draft + 1 == inputs.drafts
+                if picks:
+                    self.lm_head_argmax.run(buf.norm_output(), ids, None if last else embed, n, on)
+                    continue
+                self._lm_head_rows(buf.norm_output(), buf.logits(), n, on)
+                self._argmax_rows(n, ids, inputs.log_probs(draft) if log_probs else None, ctx, on)
+                if not last:
+                    self._embed_rows(ids, embed, n, on)
 
-        key = BatchGraphKey(inputs.drafts, weakref.ref(buf), inputs, log_probs)
+        key = BatchGraphKey(inputs.drafts, weakref.ref(buf), n, inputs.width, log_probs)
         self.propose_graphs.run(key, work, stream)
+
+    def _picks_rows(self, n: int) -> bool:
+        """Whether the LM head's launch names the winners of n rows: where its products are those of `_lm_head_rows`."""
+        if not self.picks or self._in_tiles(n):
+            return False
+        return self._in_one_launch((self.lm_head,), n, self.draft_vocab)
 
     def _embed_rows(self, ids: DevicePtr, output: DevicePtr, n: int, stream: StreamLike) -> None:
         """output BF16 [n, h]: the embeddings of u32 [n] on the device."""
