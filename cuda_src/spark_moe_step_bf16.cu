@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+// Module spark_moe_step_bf16: BF16 experts of a mixture in two launches: routing, gate, up and activation; then down, the
+// weighted sum and the shared expert. For every row the bits of moe_topk_softmax, moe_expert_gate_up_shared_bf16,
+// moe_expert_silu_down_shared_bf16 and moe_weighted_sum_blend one after the other.
+//
+// What a warp reads next is on its way while it adds up what it has: eight stripes of 1 KiB a warp, 128 KiB a
+// multiprocessor. Blocks stay and take outputs in turn. The experts of a row are known late: the shared expert's weights
+// and the tables are asked for before, and every block finds out the experts for itself, by one warp.
+
+#include "spark_moe_step.cuh"
+
+constexpr unsigned STEP_RING = 8u;
+constexpr unsigned GATE_UP_THREADS = 480u;  // each with 136 registers
+constexpr unsigned GATE_UP_WARPS = GATE_UP_THREADS / SPARK_WARP;
+
+extern __shared__ uint4 step_staged[];
+
+// sum + the products of a chunk of activations with a chunk of weights, ascending; each product rounds.
+__device__ __forceinline__ float step_dot(float sum, const float (&a)[SPARK_DOT_CHUNK], const uint4& weights) {
+    const unsigned word[4] = {weights.x, weights.y, weights.z, weights.w};
+#pragma unroll
+    for (unsigned i = 0u; i < 4u; ++i) {
+        sum = sum + a[2u * i] * spark_low(word[i]);
+        sum = sum + a[2u * i + 1u] * spark_high(word[i]);
+    }
+    return sum;
+}
+
+// The weights of an output of a slot, gate and up; whether they are here, and what is on its way of them.
+struct GateUp {
+    const uint4* rows[2];
+    bool here;
+    uint4 flying[STEP_RING][2];
+
+    __device__ __forceinline__ void enter(moe_address gate, moe_address up, unsigned output, unsigned chunks) {
+        here = gate != 0u && up != 0u;
+        const size_t at = static_cast<size_t>(output) * chunks + threadIdx.x % SPARK_WARP;
+        rows[0] = reinterpret_cast<const uint4*>(gate) + at;
+        rows[1] = reinterpret_cast<const uint4*>(up) + at;
+    }
+
+    // Chunk `first` + 32 j + lane, for place j of the ring.
+    __device__ __forceinline__ void load(unsigned j, unsigned first, unsigned chunks) {
+        const unsigned chunk = first + j * SPARK_WARP;
+        if (here && chunk + threadIdx.x % SPARK_WARP < chunks) {
+            flying[j][0] = rows[0][chunk];
+            flying[j][1] = rows[1][chunk];
+        }
+    }
+
+    __device__ __forceinline__ void fill(unsigned chunks) {
+#pragma unroll
+        for (unsigned j = 0u; j < STEP_RING; ++j) {
+            load(j, 0u, chunks);
+        }
+    }
+};
+
+// activation [T, top_k + 1, N] = silu(g) * u in FP32, g and u = bf16(A [T, K] . a row of gate and up), for the experts
+// that gate_logits [T, num_experts] choose, which go to expert_indices and expert_weights [T, top_k], and the shared one.
+// Grid (any, T), block 480, 2 K bytes of dynamic shared memory. K % 8 == 0; A and weights on 16-byte addresses.
+extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route_gate_up_bf16(
+    const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const moe_address* gate_weight_ptrs,
+    const moe_address* up_weight_ptrs, unsigned int* expert_indices, float* expert_weights,
+    const __nv_bfloat16* sh_gate_weight, const __nv_bfloat16* sh_up_weight, float* activation, unsigned int N,
+    unsigned int K, unsigned int num_experts, unsigned int top_k, unsigned int normalize) {
+    __shared__ moe_address gates[MOE_STEP_EXPERTS];
+    __shared__ moe_address ups[MOE_STEP_EXPERTS];
+    __shared__ unsigned ids[MOE_STEP_SLOTS];
+    const unsigned lane = threadIdx.x % SPARK_WARP;
+    const unsigned warp = threadIdx.x / SPARK_WARP;
+    const size_t row = blockIdx.y;
+    const unsigned chunks = K / SPARK_DOT_CHUNK;
+    const unsigned tasks = (top_k + 1u) * N;
+    const unsigned stride = gridDim.x * GATE_UP_WARPS;
+    // Outputs of the shared expert come first.
+    unsigned task = blockIdx.x + gridDim.x * warp;
+
+    const moe_address shared_gate = reinterpret_cast<moe_address>(sh_gate_weight);
+    const moe_address shared_up = reinterpret_cast<moe_address>(sh_up_weight);
+    GateUp weights;
+    weights.here = false;
+    const bool routes = warp == GATE_UP_WARPS - 1u;
+    const bool early = task < N && !routes;
+    if (!routes) {
+        constexpr unsigned OTHERS = GATE_UP_THREADS - SPARK_WARP;
+        if (early) {
+            weights.enter(shared_gate, shared_up, task, chunks);
+            weights.fill(chunks);
+        }
+        for (unsigned e = threadIdx.x; e < num_experts; e += OTHERS) {
+            gates[e] = gate_weight_ptrs[e];
+            ups[e] = up_weight_ptrs[e];
+        }
+        const uint4* x = reinterpret_cast<const uint4*>(A + row * K);
+        for (unsigned c = threadIdx.x; c < chunks; c += OTHERS) {
+            step_staged[c] = x[c];
+        }
+    } else if (blockIdx.x == 0u) {
+        topk_softmax(gate_logits + row * num_experts, expert_indices + row * top_k, expert_weights + row * top_k,
+                     num_experts, top_k, normalize != 0u, ids);
+    } else {
+        TopkLane mine;
+        mine.load(gate_logits + row * num_experts, num_experts);
+        mine.select(top_k);
+        ids[lane] = topk_expert(mine.chosen);
+    }
+    __syncthreads();
+
+    const auto enter = [&](unsigned at) {
+        if (at < N) {
+            weights.enter(shared_gate, shared_up, at, chunks);
+        } else {
+            const unsigned slot = at / N - 1u;
+            weights.enter(gates[ids[slot]], ups[ids[slot]], at % N, chunks);
+        }
+    };
+    if (!early && task < tasks) {
+        enter(task);
+        weights.fill(chunks);
+    }
+    constexpr unsigned STRIDE = STEP_RING * SPARK_WARP;
+    while (task < tasks) {
+        const unsigned now = task;
+        const bool here = weights.here;
+        float gate[2] = {};  // lane l and lane l + 32
+        float up[2] = {};
+        for (unsigned first = 0u; first < chunks; first += STRIDE) {
+            unsigned next = first + STRIDE;
+            if (next >= chunks) {
+                next = 0u;
+                task += stride;
+                weights.here = false;
+                if (task < tasks) {
+                    enter(task);
+                }
+            }
+#pragma unroll
+            for (unsigned j = 0u; j < STEP_RING; ++j) {
+                const unsigned chunk = first + j * SPARK_WARP + lane;
+                if (here && chunk < chunks) {
+                    const uint4 x = step_staged[chunk];
+                    const unsigned word[4] = {x.x, x.y, x.z, x.w};
+                    float a[SPARK_DOT_CHUNK];
+#pragma unroll
+                    for (unsigned i = 0u; i < 4u; ++i) {
+                        a[2u * i] = spark_low(word[i]);
+                        a[2u * i + 1u] = spark_high(word[i]);
+                    }
+                    gate[j % 2u] = step_dot(gate[j % 2u], a, weights.flying[j][0]);
+                    up[j % 2u] = step_dot(up[j % 2u], a, weights.flying[j][1]);
+                }
+                weights.load(j, next, chunks);
+            }
+        }
+        // Where the slot's weights are elsewhere the sums are zeros.
+        const float g = moe_rounded(moe_halves_sum(gate[0], gate[1]));
+        const float u = moe_rounded(moe_halves_sum(up[0], up[1]));
+        if (lane == 0u) {
+            const unsigned slot = now < N ? top_k : now / N - 1u;
+            activation[(row * (top_k + 1u) + slot) * N + now % N] = moe_gated(g, u);
+        }
+    }
+}
+
+// output [T, N] = bf16(sum over slots e of expert_weights[e] * bf16(activation[e] . down_e) + s * bf16(activation[top_k] .
+// shared down)), in slot order; s = sigmoid(input [T, N] . gate_weight [N]), or 1 without a gate_weight. activation FP32
+// [T, top_k + 1, K], weights [N, K]. Grid (ceil(N / 16), T), block 512, (top_k + 1) * 4 K bytes of dynamic shared memory.
+// K % 8 == 0, with a gate N % 8 == 0; weights, activation, input and gate_weight on 16-byte addresses.
+extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down_blend_bf16(
+    const float* activation, const moe_address* weight_ptrs, const unsigned int* expert_indices,
+    const float* expert_weights, const __nv_bfloat16* sh_down_weight, const __nv_bfloat16* input,
+    const __nv_bfloat16* gate_weight, __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts,
+    unsigned int top_k) {
+    constexpr unsigned GATE_WARPS = 8u;
+    __shared__ moe_address table[MOE_STEP_EXPERTS];
+    __shared__ unsigned ids[MOE_STEP_SLOTS];
+    __shared__ float gate_sums[GATE_WARPS];
+    const unsigned lane = threadIdx.x % SPARK_WARP;
+    const unsigned warp = threadIdx.x / SPARK_WARP;
+    const size_t row = blockIdx.y;
+    const size_t n = static_cast<size_t>(blockIdx.x) * MOE_STEP_WARPS + warp;
+    const unsigned chunks = K / SPARK_DOT_CHUNK;
+
+    const moe_address entry = threadIdx.x < num_experts ? weight_ptrs[threadIdx.x] : 0u;
+    if (threadIdx.x < top_k) {
+        ids[threadIdx.x] = expert_indices[row * top_k + threadIdx.x];
+    }
+    if (threadIdx.x < num_experts) {
+        table[threadIdx.x] = entry;
+    }
+    __syncthreads();
+
+    // What is read next: a stripe of 64 chunks of the output's row in a slot.
+    const uint4* from = nullptr;
+    unsigned ahead_slot = 0u;
+    unsigned ahead = 0u;
+    const auto enter = [&]() {
+        const moe_address weights =
+            ahead_slot < top_k ? table[ids[ahead_slot]] : reinterpret_cast<moe_address>(sh_down_weight);
+        from = n < N && weights != 0u ? reinterpret_cast<const uint4*>(weights) + n * chunks : nullptr;
+    };
+    uint4 flying[STEP_RING][2];
+    const auto load = [&](unsigned j) {
+        const unsigned chunk = ahead + lane;
+        if (from != nullptr && chunk < chunks) {
+            flying[j][0] = from[chunk];
+        }
+        if (from != nullptr && chunk + SPARK_WARP < chunks) {
+            flying[j][1] = from[chunk + SPARK_WARP];
+        }
+        ahead += SPARK_DOT_THREADS;
+        if (ahead >= chunks) {
+            ahead = 0u;
+            ahead_slot += 1u;
+            from = nullptr;
+            if (ahead_slot <= top_k) {
+                enter();
+            }
+        }
+    };
+    enter();
+#pragma unroll
+    for (unsigned j = 0u; j < STEP_RING; ++j) {
+        load(j);
+    }
+
+    // The halves of a slot's chunks lie apart, so that neighbouring lanes read neighbouring words.
+    float4* staged = reinterpret_cast<float4*>(step_staged);
+    const float4* act = reinterpret_cast<const float4*>(activation + row * (top_k + 1u) * K);
+    for (unsigned i = threadIdx.x; i < (top_k + 1u) * 2u * chunks; i += MOE_STEP_THREADS) {
+        const unsigned slot = i / (2u * chunks);
+        const unsigned at = i % (2u * chunks);
+        staged[(2u * slot + at % 2u) * chunks + at / 2u] = act[i];
+    }
+    const float share = lane < top_k ? expert_weights[row * top_k + lane] : 0.0f;
+    const bool gated = gate_weight != nullptr;
+    if (gated && warp < GATE_WARPS) {
+        const uint4* a = reinterpret_cast<const uint4*>(input + row * N);
+        const uint4* b = reinterpret_cast<const uint4*>(gate_weight);
+        float logit = 0.0f;
+        for (unsigned c = threadIdx.x; c < N / SPARK_DOT_CHUNK; c += GATE_WARPS * SPARK_WARP) {
+            logit = spark_dot_chunk(logit, a[c], b[c]);
+        }
+        logit = spark_warp_sum(logit, SPARK_WARP);
+        if (lane == 0u) {
+            gate_sums[warp] = logit;
+        }
+    }
+    __syncthreads();
+
+    float total = 0.0f;
+    float shared = 0.0f;
+    float sums[2] = {};  // lane l and lane l + 32
+    unsigned slot = 0u;
+    unsigned at = 0u;
+    bool here = n < N && table[ids[0]] != 0u;
+    while (slot <= top_k) {
+#pragma unroll
+        for (unsigned j = 0u; j < STEP_RING; ++j) {
+            if (slot > top_k) {
+                break;
+            }
+#pragma unroll
+            for (unsigned half = 0u; half < 2u; ++half) {
+                const unsigned chunk = at + half * SPARK_WARP + lane;
+                if (here && chunk < chunks) {
+                    const float4 low = staged[2u * slot * chunks + chunk];
+                    const float4 high = staged[(2u * slot + 1u) * chunks + chunk];
+                    const float a[SPARK_DOT_CHUNK] = {low.x,  low.y,  low.z,  low.w,
+                                                      high.x, high.y, high.z, high.w};
+                    sums[half] = step_dot(sums[half], a, flying[j][half]);
+                }
+            }
+            load(j);
+            at += SPARK_DOT_THREADS;
+            if (at >= chunks) {
+                const float result = moe_rounded(moe_halves_sum(sums[0], sums[1]));
+                if (slot < top_k) {
+                    total = total + __shfl_sync(SPARK_FULL_MASK, share, static_cast<int>(slot)) * result;
+                } else {
+                    shared = result;
+                }
+                sums[0] = 0.0f;
+                sums[1] = 0.0f;
+                at = 0u;
+                slot += 1u;
+                here = n < N && (slot < top_k ? table[ids[slot]] != 0u : sh_down_weight != nullptr);
+            }
+        }
+    }
+    float gate = 1.0f;
+    if (gated) {
+        const float logit = spark_warp_sum(lane < GATE_WARPS ? gate_sums[lane] : 0.0f, SPARK_WARP);
+        gate = 1.0f / (1.0f + __expf(-logit));
+    }
+    if (lane == 0u && n < N) {
+        spark_store(output + row * N + n, total + gate * shared);
+    }
+}

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Cases of module spark_moe_step_bf16: routing with ties and holes, experts that are elsewhere, sums that cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...catalog.spec import Call
+from ..case import Argument, Case, Draw, Table
+from ..compare import bits, f64, rounds
+from ..inputs import F32, Array, normal
+from . import gemv
+from .moe_shared_expert_fused_bf16 import elsewhere
+from .moe_silu_mul import SILU_BOUND, SILU_FLOOR
+from .moe_topk import CLOSE as ROUTED
+from .moe_topk import ties
+from .moe_weighted_sum_blend import exact
+
+SHAPES = ((1, 1, 8, 1, 1), (3, 9, 264, 3, 5), (2, 17, 2056, 2, 33), (1, 5, 4112, 4, 8))
+"""Rows, width of an expert, width of the model, experts of a row, and experts in all, of a gate and up projection."""
+DOWN_SHAPES = ((1, 1, 8, 1, 1), (3, 24, 264, 3, 5), (2, 40, 1032, 2, 33), (1, 17, 512, 10, 12))
+"""The same of a down projection, the model's width before the expert's; with a gate where that is whole chunks."""
+
+
+def gate_up(rng: np.random.Generator, rows: int, n: int, size: int, k: int, experts: int) -> dict[str, Argument]:
+    """Arguments of a gate and up projection."""
+    weights = [normal(rng, n, size, scale=2.0 * size**-0.5) for _ in range(2 * experts + 2)]
+    return {
+        "A": normal(rng, rows, size),
+        "gate_logits": ties(rng, rows, experts) if experts == 33 else normal(rng, rows, experts, scale=2.0),
+        "gate_weight_ptrs": Table(weights[:experts]),
+        "up_weight_ptrs": Table(weights[experts : 2 * experts]),
+        "sh_gate_weight": weights[-2],
+        "sh_up_weight": weights[-1],
+        "N": n,
+        "K": size,
+        "num_experts": experts,
+        "top_k": k,
+        "normalize": k % 2,
+    }
+
+
+def down(
+    rng: np.random.Generator, rows: int, n: int, size: int, k: int, experts: int, cancel: bool = False
+) -> dict[str, Argument]:
+    """Arguments of a down projection. With `cancel` its sums cancel to what was rounded on the way, and there is no
+    gate: no exponential is left."""
+    weights = normal(rng, (experts + 1) * n, size, scale=size**-0.5)
+    activation = (rng.standard_normal((rows, k + 1, size)) * 2.0 ** rng.integers(-6, 7, (rows, k + 1, size))).astype(
+        F32
+    )
+    if cancel:
+        half = size // 2
+        order = rng.permutation(half)
+        weights[:, half:] = -weights[:, order]
+        activation[..., half:] = activation[..., order]
+        activation[..., [half - 1, size - 1]] *= F32.type(1.0 + 2.0**-20)
+    shares = rng.random((rows, k))
+    each = list(weights.reshape(experts + 1, n, size))
+    return {
+        "activation": activation,
+        "weight_ptrs": Table(each[:-1]),
+        "expert_indices": np.stack([rng.permutation(experts)[:k] for _ in range(rows)]).astype(np.uint32),
+        "expert_weights": (shares / shares.sum(axis=-1, keepdims=True)).astype(F32),
+        "sh_down_weight": each[-1],
+        "input": normal(rng, rows, n),
+        "gate_weight": None if cancel or n % 8 else normal(rng, n, scale=2.0 * n**-0.5),
+        "N": n,
+        "K": size,
+        "num_experts": experts,
+        "top_k": k,
+    }
+
+
+def _slots(c: Call, table: str, shared: str, indices: Array) -> Array:
+    """The weights of each row's slots in FP64, [T, k + 1, N, K]; zeros where there are none."""
+    empty, last = np.zeros((c.N, c.K)), getattr(c, shared)
+
+    def of(weights: Array | None) -> Array:
+        return empty if weights is None else f64(weights)
+
+    return np.stack([np.stack([*(of(c.behind(table, int(e))) for e in row), of(last)]) for row in indices])
+
+
+def _lost(c: Call) -> float:
+    """What a sum in FP32 may lose, of the sum of sizes."""
+    return float((c.K / 16 + 16) * 2.0**-24)
+
+
+def _activation(c: Call) -> tuple[Array, Array]:
+    """silu(g) * u in FP64, and how far roundings of g and u to BF16 and sums in FP32 may take it."""
+    logits = f64(c.gate_logits)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, : c.top_k]
+    x = f64(c.A)[:, None, :, None]
+    sums, errors = [], []
+    for name in ("gate", "up"):
+        weights = _slots(c, f"{name}_weight_ptrs", f"sh_{name}_weight", order)
+        sums.append((weights @ x)[..., 0])
+        errors.append(2.0**-8 * np.abs(sums[-1]) + _lost(c) * (np.abs(weights) @ np.abs(x))[..., 0])
+    (g, u), (dg, du) = sums, errors
+    silu = g / (1.0 + np.exp(-g))
+    # The slope of silu is below 1.1.
+    slack = 1.1 * dg * (np.abs(u) + du) + np.abs(silu) * du + SILU_BOUND * np.abs(silu * u) + SILU_FLOOR * np.abs(u)
+    return silu * u, slack
+
+
+def _output(c: Call) -> tuple[Array, Array]:
+    weights = _slots(c, "weight_ptrs", "sh_down_weight", c.expert_indices)
+    act = f64(c.activation)[..., None]
+    parts, sizes = (weights @ act)[..., 0], (np.abs(weights) @ np.abs(act))[..., 0]
+    result, slack = exact(parts[:, :-1], c.expert_weights, parts[:, -1], c.input, c.gate_weight)
+    # Each slot's product is rounded to BF16; its share, or the shared expert's, is 1 at most.
+    lost = 2.0**-8 * np.abs(parts) + (c.K / 8 + 16) * 2.0**-24 * sizes
+    shares = np.concatenate([f64(c.expert_weights), np.ones((len(parts), 1))], axis=1)[..., None]
+    return result, slack + (1.0 + 2.0**-8) * (shares * lost).sum(axis=1)
+
+
+GATE_UP = ROUTED | {"activation": rounds(lambda c: _activation(c)[0], slack=lambda c: _activation(c)[1])}
+DOWN = {"output": rounds(lambda c: _output(c)[0], slack=lambda c: _output(c)[1])}
+
+
+def _draw(draws: Any, *shape: Any, **options: Any) -> Draw:
+    return lambda rng: draws(rng, *shape, **options)
+
+
+def _gate_up_cases() -> tuple[Case, ...]:
+    some = elsewhere(_draw(gate_up, 2, 11, 264, 4, 6), "sh_gate_weight", "sh_up_weight")
+    return (
+        *(
+            Case(f"T={t} N={n} K={size} k={k} E={e}", _draw(gate_up, t, n, size, k, e), GATE_UP, (2, t, 1))
+            for t, n, size, k, e in SHAPES
+        ),
+        Case("some experts elsewhere", some, GATE_UP, (3, 2, 1), "abi"),
+    )
+
+
+def _down_cases() -> tuple[Case, ...]:
+    some = elsewhere(_draw(down, 2, 24, 264, 4, 6), "sh_down_weight")
+    return (
+        *(
+            Case(f"T={t} N={n} K={size} k={k} E={e}", _draw(down, t, n, size, k, e), DOWN, (1, t, 1))
+            for t, n, size, k, e in DOWN_SHAPES
+        ),
+        Case("some experts elsewhere", some, DOWN, (1, 2, 1), "abi"),
+        *(
+            Case(
+                f"sums that cancel, N={n} K={size} k={k}",
+                _draw(down, 2, n, size, k, 4, cancel=True),
+                {"output": bits()},
+                (1, 2, 1),
+                "decision",
+                gemv.ORDER,
+            )
+            for n, size, k in ((19, 1040, 3), (6, 528, 2))
+        ),
+    )
+
+
+CASES: Mapping[str, tuple[Case, ...]] = {
+    "spark_moe_route_gate_up_bf16": _gate_up_cases(),
+    "spark_moe_down_blend_bf16": _down_cases(),
+}
