@@ -64,8 +64,8 @@ class StepFormat:
 class ExpertFormat:
     """One format of experts.
 
-    `quantum` divides every K. `columns` are the tables of a projection, with an entry an expert; `entry(projection)` has
-    one value for each, and `tables(pointers)` is what the launchers take. `check(name, projection, n, k)` refuses a
+    `quantum` divides every K. `columns` are the tables of a projection, with an entry an expert; `entry(projection)`
+    has one value for each, and `tables(pointers)` is what the launchers take. `check(name, projection, n, k)` refuses a
     projection that does not fit. `gate_up` and `down` launch one row, or with `rows` several; `gemv` a single product.
     `step` has more at once, where there are such kernels.
     """

@@ -11,7 +11,7 @@ import numpy as np
 from ...catalog.spec import Call
 from ..case import Argument, Case, Draw, Table
 from ..compare import bits, f64, rounds
-from ..inputs import F32, Array, normal
+from ..inputs import BF16, F32, Array, normal
 from . import gemv
 from .moe_shared_expert_fused_bf16 import elsewhere
 from .moe_silu_mul import SILU_BOUND, SILU_FLOOR
@@ -21,15 +21,26 @@ from .moe_weighted_sum_blend import exact
 
 SHAPES = ((1, 1, 8, 1, 1), (3, 9, 264, 3, 5), (2, 17, 2056, 2, 33), (1, 5, 4112, 4, 8))
 """Rows, width of an expert, width of the model, experts of a row, and experts in all, of a gate and up projection."""
-DOWN_SHAPES = ((1, 1, 8, 1, 1), (3, 24, 264, 3, 5), (2, 40, 1032, 2, 33), (1, 17, 512, 10, 12))
+DOWN_SHAPES = ((1, 1, 8, 1, 1), (3, 24, 264, 3, 5), (2, 40, 1032, 2, 33), (1, 17, 512, 10, 12), (1, 1032, 8, 2, 3))
 """The same of a down projection, the model's width before the expert's; with a gate where that is whole chunks."""
 
 
-def gate_up(rng: np.random.Generator, rows: int, n: int, size: int, k: int, experts: int) -> dict[str, Argument]:
-    """Arguments of a gate and up projection."""
-    weights = [normal(rng, n, size, scale=2.0 * size**-0.5) for _ in range(2 * experts + 2)]
+def gate_up(
+    rng: np.random.Generator, rows: int, n: int, size: int, k: int, experts: int, cancel: bool = False
+) -> dict[str, Argument]:
+    """Arguments of a gate and up projection. With `cancel`, for one row, gates are so large that silu(g) is g on every
+    machine, and the sums of the others cancel to what was rounded on the way."""
+    count = 2 * experts + 2
+    if cancel:
+        x, ups = gemv.cancelling(rng, (rows,), count * n, size)
+        weights = list(ups.reshape(count, n, size))
+        for gate in [*range(experts), count - 2]:
+            spread = rng.uniform(16.0, 64.0, (n, size))
+            weights[gate] = (np.sign(f64(x[0])) * spread / np.abs(f64(x[0])).sum() * 4.0).astype(BF16)
+    else:
+        x, weights = normal(rng, rows, size), [normal(rng, n, size, scale=2.0 * size**-0.5) for _ in range(count)]
     return {
-        "A": normal(rng, rows, size),
+        "A": x,
         "gate_logits": ties(rng, rows, experts) if experts == 33 else normal(rng, rows, experts, scale=2.0),
         "gate_weight_ptrs": Table(weights[:experts]),
         "up_weight_ptrs": Table(weights[experts : 2 * experts]),
@@ -134,6 +145,17 @@ def _gate_up_cases() -> tuple[Case, ...]:
             for t, n, size, k, e in SHAPES
         ),
         Case("some experts elsewhere", some, GATE_UP, (3, 2, 1), "abi"),
+        *(
+            Case(
+                f"sums that cancel, N={n} K={size} k={k}",
+                _draw(gate_up, 1, n, size, k, 3, cancel=True),
+                ROUTED | {"activation": bits()},
+                (2, 1, 1),
+                "decision",
+                gemv.ORDER,
+            )
+            for n, size, k in ((24, 1040, 2), (16, 4112, 1))
+        ),
     )
 
 
@@ -155,6 +177,14 @@ def _down_cases() -> tuple[Case, ...]:
                 gemv.ORDER,
             )
             for n, size, k in ((19, 1040, 3), (6, 528, 2))
+        ),
+        Case(
+            "each slot's product is rounded",
+            lambda rng: down(rng, 2, 33, 264, 3, 4) | {"gate_weight": None},
+            {"output": bits()},
+            (1, 2, 1),
+            "decision",
+            gemv.ORDER,
         ),
     )
 
