@@ -16,6 +16,10 @@
 
 #include "spark_mma_step.cuh"
 
+#ifndef SPARK_LET_NEXT
+#define SPARK_LET_NEXT 0  // 0: at the beginning; 1: after the last tile
+#endif
+
 constexpr unsigned GEMV_WARPS = 8u;
 constexpr unsigned GEMV_ROWS = 8u;
 constexpr unsigned GEMV_TILE = 16u;   // outputs
@@ -146,6 +150,9 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
         spark_copies_end();
     };
 
+#if SPARK_LET_NEXT == 0
+    spark_let_next_start();
+#endif
     if (ahead_tile < tiles) {
         enter();
     }
@@ -153,6 +160,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     for (unsigned s = 0u; s < GEMV_STAGES; ++s) {
         copy_next();
     }
+    spark_wait_for_previous();
     unsigned buffer = 0u;
     unsigned slot = 0u;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -206,4 +214,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             __syncthreads();  // sums have been read
         }
     }
+#if SPARK_LET_NEXT == 1
+    spark_let_next_start();
+#endif
 }
