@@ -50,11 +50,11 @@ struct GemvMatrices {
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
 struct GemvFormat {
-    // Copies are of `matrix` and its outputs from `output` on, from now on.
+    // Copies are of `matrix` and its `left` outputs from `output` on, from now on.
     template <class Matrix>
-    __device__ __forceinline__ void enter(const Matrix&, unsigned, unsigned) {}
-    // Starts copies of what else a stripe needs.
-    __device__ __forceinline__ void copy(unsigned, unsigned, unsigned, const uint4*) {}
+    __device__ __forceinline__ void enter(const Matrix&, unsigned output, unsigned left, unsigned row_stripes) {}
+    // Starts copies of what else the next of the warp's stripes needs.
+    __device__ __forceinline__ void copy(unsigned slot) {}
     // Reads it for the lane's chunk p.
     __device__ __forceinline__ void read_scales(unsigned, unsigned) {}
 };
@@ -116,13 +116,24 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     unsigned ahead = 0u;
     unsigned slot_ahead = 0u;
     const uint4* from = nullptr;
-    unsigned left = 0u;  // outputs of the tile
+    unsigned left = 0u;                    // outputs of the tile
+    unsigned rows[GEMV_COPIES] = {};       // WHOLE: chunks before the outputs that the lane copies of
     const auto enter = [&]() {
         unsigned output;
         const Matrix matrix = find(all, ahead_tile, output);
-        from = matrix.weights + static_cast<size_t>(output + lane / GEMV_UNITS) * chunks;
-        format.enter(matrix, output, row_stripes);
         left = matrix.n - output;
+        if constexpr (Format::WHOLE) {
+            // Outputs that do not exist are the last one again, so that no copy needs a condition.
+            from = matrix.weights + static_cast<size_t>(output) * chunks + warp * GEMV_UNITS + lane % GEMV_UNITS;
+#pragma unroll
+            for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
+                const unsigned row = lane / GEMV_UNITS + i * (SPARK_WARP / GEMV_UNITS);
+                rows[i] = (row < left ? row : left - 1u) * chunks;
+            }
+        } else {
+            from = matrix.weights + static_cast<size_t>(output + lane / GEMV_UNITS) * chunks;
+        }
+        format.enter(matrix, output, left, row_stripes);
     };
     const auto copy_next = [&]() {
         if (ahead_tile < tiles && stripes > 0u) {
@@ -132,11 +143,19 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
                 constexpr unsigned STEP = SPARK_WARP / GEMV_UNITS;
                 const unsigned row = lane / GEMV_UNITS + i * STEP;
-                const bool live = (Format::WHOLE || chunk < chunks) && row < left;
-                const uint4* source = from + static_cast<size_t>(i * STEP) * chunks + chunk;
-                spark_copy_16(&ring[slot_ahead][place(row, lane % GEMV_UNITS)], live ? source : from, live);
+                uint4* to = &ring[slot_ahead][place(lane / GEMV_UNITS, lane % GEMV_UNITS) + i * STEP * GEMV_UNITS];
+                if constexpr (Format::WHOLE) {
+                    spark_copy_16(to, from + rows[i], true);
+                } else {
+                    const bool live = chunk < chunks && row < left;
+                    const uint4* source = from + static_cast<size_t>(i * STEP) * chunks + chunk;
+                    spark_copy_16(to, live ? source : from, live);
+                }
             }
-            format.copy(slot_ahead, stripe, left, from);
+            format.copy(slot_ahead);
+            if constexpr (Format::WHOLE) {
+                from += GEMV_WARPS * GEMV_UNITS;
+            }
             slot_ahead = slot_ahead + 1u == GEMV_STAGES ? 0u : slot_ahead + 1u;
             ahead += 1u;
             if (ahead == stripes) {
@@ -191,22 +210,24 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
         mine[g + 8u][2u * t] = sum[2];
         mine[g + 8u][2u * t + 1u] = sum[3];
         __syncthreads();
-        unsigned first;
-        const Matrix matrix = find(all, tile, first);
         const unsigned row = threadIdx.x / GEMV_TILE;
-        unsigned output = first + threadIdx.x % GEMV_TILE;
-        if (row < M && output < matrix.n) {
-            float total = sums[buffer][0][output - first][row];
+        if (row < M) {
+            unsigned first;
+            const Matrix matrix = find(all, tile, first);
+            unsigned output = first + threadIdx.x % GEMV_TILE;
+            if (output < matrix.n) {
+                float total = sums[buffer][0][output - first][row];
 #pragma unroll
-            for (unsigned w = 1u; w < GEMV_WARPS; ++w) {
-                total = total + sums[buffer][w][output - first][row];
+                for (unsigned w = 1u; w < GEMV_WARPS; ++w) {
+                    total = total + sums[buffer][w][output - first][row];
+                }
+                total = Format::scaled(matrix, output, total);
+                if (head_dim > 0u && tile < tiles_of(all.each[0].n)) {
+                    const unsigned half = output / head_dim % 2u;
+                    output = output / (2u * head_dim) * head_dim + half * (all.each[0].n / 2u) + output % head_dim;
+                }
+                spark_store(matrix.out + static_cast<size_t>(row) * matrix.stride + output, total);
             }
-            total = Format::scaled(matrix, output, total);
-            if (head_dim > 0u && tile < tiles_of(all.each[0].n)) {
-                const unsigned half = output / head_dim % 2u;
-                output = output / (2u * head_dim) * head_dim + half * (all.each[0].n / 2u) + output % head_dim;
-            }
-            spark_store(matrix.out + static_cast<size_t>(row) * matrix.stride + output, total);
         }
         if constexpr (Format::BUFFERS == 2u) {
             buffer ^= 1u;

@@ -57,6 +57,21 @@ __device__ __forceinline__ void spark_copy_16(uint4* to, const uint4* from, bool
 #endif
 }
 
+// Reads 16 bytes that no kernel is writing, where `live`; else `to` stays as it is. The load keeps its place among
+// tensor-core steps, so that words which are needed no more take the next ones without a copy of either.
+__device__ __forceinline__ void spark_load_16(uint4& to, const uint4* from, bool live) {
+#ifndef SPARK_EMULATED
+    asm volatile(
+        "{\n.reg .pred live;\nsetp.ne.u32 live, %5, 0;\n@live ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+        : "l"(from), "r"(static_cast<unsigned>(live)));
+#else
+    if (live) {
+        to = *from;
+    }
+#endif
+}
+
 // Ends a group of this thread's copies, which may be empty.
 __device__ __forceinline__ void spark_copies_end() {
 #ifndef SPARK_EMULATED

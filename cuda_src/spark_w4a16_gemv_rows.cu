@@ -9,25 +9,28 @@
 // on. Of a word's codes 0 .. 7 the pairs (0, 4), (1, 5), (2, 6) and (3, 7) lie where one shift brings both to the halves
 // of a word. Scales are copied as codes are, into a ring beside theirs.
 
+#include "spark_e2m1.cuh"
+#include "spark_fp8.cuh"
 #include "spark_gemv_rows.cuh"
 
-constexpr float W4_RAISED = 0x1p117f;  // of a scale: codes come 2^126 times too small, and stay 2^9 times so
+constexpr unsigned W4_RAISED = 0x7a007a00u;  // 2^117 twice: codes come 2^126 times too small, and stay 2^9 times so
 constexpr float W4_LOWERED = 512.0f;
 
-// An E4M3 scale, raised, as BF16 in both halves of a word. Exact; 0x7f and 0xff are NaN.
-__device__ __forceinline__ unsigned raised(unsigned code) {
-    const float value = __uint_as_float(((code & 0x80u) << 24) | ((code & 0x7fu) << 20)) * 0x1p120f * W4_RAISED;
-    const unsigned word = (code & 0x7fu) == 0x7fu ? 0x7fff7fffu : __float_as_uint(value);
-    return __byte_perm(word, word, 0x3232u);
+// Two E4M3 scales, raised, each as BF16 in both halves of a word. Exact; NaN stays NaN.
+__device__ __forceinline__ void raise(unsigned short codes, unsigned (&words)[2]) {
+    float scales[2];
+    spark_widen_e4m3(codes, scales);
+    const unsigned pair = multiply_pair(spark_pack(scales[0], scales[1]), W4_RAISED);
+    words[0] = __byte_perm(pair, pair, 0x1010u);
+    words[1] = __byte_perm(pair, pair, 0x3232u);
 }
 
-// Pairs (0, 4), (1, 5), (2, 6), (3, 7) of a word of codes times a scale: codes' three low bits are exponent and fraction.
+// Pairs (0, 4), (1, 5), (2, 6), (3, 7) of a word of codes times a scale.
 __device__ __forceinline__ void decode(unsigned codes, unsigned scale, unsigned (&pairs)[4]) {
+    spark_e2m1_pairs(codes, pairs);
 #pragma unroll
     for (unsigned j = 0u; j < 4u; ++j) {
-        const unsigned magnitude = j < 2u ? codes << (6u - 4u * j) : codes >> (4u * j - 6u);
-        const unsigned sign = codes << (12u - 4u * j);
-        pairs[j] = multiply_pair((magnitude & 0x01c001c0u) | (sign & 0x80008000u), scale);
+        pairs[j] = multiply_pair(pairs[j], scale);
     }
 }
 
@@ -40,25 +43,28 @@ struct Nvfp4 : GemvFormat {
     using Matrix = Nvfp4Matrix;
     static constexpr unsigned CHUNK = 32u;
     static constexpr bool WHOLE = true;
-    static constexpr unsigned BUFFERS = 1u;
+    static constexpr unsigned BUFFERS = 2u;
 
     uint4 (*ring)[GEMV_TILE];  // the warp's: 16 bytes are an output's scales of a stripe
-    const uint4* scales_from;
+    const uint4* scales_from;  // what the lane copies next
     const uint4* x_row;
     bool x_live;
-    unsigned scale[GEMV_PIECES][2];  // of output g and g + 8: two E4M3 each
+    uint4 rows[4];                         // eight elements of x each; zeros of a row that does not exist
+    unsigned short scale[GEMV_PIECES][2];  // of output g and g + 8: two E4M3 each
 
-    // A lane copies the scales of output lane.
-    __device__ __forceinline__ void enter(const Matrix& matrix, unsigned output, unsigned row_stripes) {
-        scales_from = matrix.scales + static_cast<size_t>(output + threadIdx.x % GEMV_TILE) * row_stripes;
+    // Lanes below 16 copy the scales of an output each.
+    __device__ __forceinline__ void enter(const Matrix& matrix, unsigned output, unsigned left, unsigned row_stripes) {
+        const unsigned row = threadIdx.x % GEMV_TILE;
+        scales_from = matrix.scales + static_cast<size_t>(output + (row < left ? row : left - 1u)) * row_stripes +
+                      threadIdx.x / SPARK_WARP;
     }
 
-    __device__ __forceinline__ void copy(unsigned slot, unsigned stripe, unsigned left, const uint4* any) {
+    __device__ __forceinline__ void copy(unsigned slot) {
         const unsigned lane = threadIdx.x % SPARK_WARP;
         if (lane < GEMV_TILE) {
-            const bool live = lane < left;
-            spark_copy_16(&ring[slot][lane], live ? scales_from + stripe : any, live);
+            spark_copy_16(&ring[slot][lane], scales_from, true);
         }
+        scales_from += GEMV_WARPS;
     }
 
     __device__ __forceinline__ void read_scales(unsigned slot, unsigned p) {
@@ -72,26 +78,32 @@ struct Nvfp4 : GemvFormat {
     __device__ __forceinline__ void read_x(const uint4* x, unsigned first, unsigned, bool live) {
         x_row = x + 4u * first;
         x_live = live;
-    }
-
-    __device__ __forceinline__ void multiply(float (&sum)[4], unsigned p, const uint4& low, const uint4& high) const {
-        const unsigned low_words[4] = {low.x, low.y, low.z, low.w};
-        const unsigned high_words[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
         for (unsigned w = 0u; w < 4u; ++w) {
-            uint4 a = {0u, 0u, 0u, 0u};
-            if (x_live) {
-                a = x_row[16u * p + w];
-            }
-            const unsigned shift = w / 2u * 8u;
+            spark_load_16(rows[w], x_row + w, live);
+        }
+    }
+
+    __device__ __forceinline__ void multiply(float (&sum)[4], unsigned p, const uint4& low, const uint4& high) {
+        const unsigned low_words[4] = {low.x, low.y, low.z, low.w};
+        const unsigned high_words[4] = {high.x, high.y, high.z, high.w};
+        unsigned scales[2][2];
+        raise(scale[p][0], scales[0]);
+        raise(scale[p][1], scales[1]);
+#pragma unroll
+        for (unsigned w = 0u; w < 4u; ++w) {
+            const uint4 a = rows[w];
             unsigned first[4];
             unsigned second[4];
-            decode(low_words[w], raised((scale[p][0] >> shift) & 0xffu), first);
-            decode(high_words[w], raised((scale[p][1] >> shift) & 0xffu), second);
+            decode(low_words[w], scales[0][w / 2u], first);
+            decode(high_words[w], scales[1][w / 2u], second);
             spark_mma(sum, {first[0], second[0], first[1], second[1]},
                       {__byte_perm(a.x, a.z, 0x5410u), __byte_perm(a.x, a.z, 0x7632u)});
             spark_mma(sum, {first[2], second[2], first[3], second[3]},
                       {__byte_perm(a.y, a.w, 0x5410u), __byte_perm(a.y, a.w, 0x7632u)});
+            if (p + 1u < GEMV_PIECES) {
+                spark_load_16(rows[w], x_row + 16u * (p + 1u) + w, x_live);
+            }
         }
     }
 
