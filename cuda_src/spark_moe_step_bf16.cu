@@ -70,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
     const size_t row = blockIdx.y;
+    spark_let_next_start();
     const unsigned chunks = K / SPARK_DOT_CHUNK;
     const unsigned tasks = (top_k + 1u) * N;
     const unsigned stride = gridDim.x * GATE_UP_WARPS;
@@ -92,18 +93,23 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route
             gates[e] = gate_weight_ptrs[e];
             ups[e] = up_weight_ptrs[e];
         }
+        spark_wait_for_previous();
         const uint4* x = reinterpret_cast<const uint4*>(A + row * K);
         for (unsigned c = threadIdx.x; c < chunks; c += OTHERS) {
             step_staged[c] = x[c];
         }
-    } else if (blockIdx.x == 0u) {
-        topk_softmax(gate_logits + row * num_experts, expert_indices + row * top_k, expert_weights + row * top_k,
-                     num_experts, top_k, normalize != 0u, ids);
     } else {
-        TopkLane mine;
-        mine.load(gate_logits + row * num_experts, num_experts);
-        mine.select(top_k);
-        ids[lane] = topk_expert(mine.chosen);
+        spark_wait_for_previous();
+        const __nv_bfloat16* logits = gate_logits + row * num_experts;
+        if (blockIdx.x == 0u) {
+            topk_softmax(logits, expert_indices + row * top_k, expert_weights + row * top_k, num_experts, top_k,
+                         normalize != 0u, ids);
+        } else {
+            TopkLane mine;
+            mine.load(logits, num_experts);
+            mine.select(top_k);
+            ids[lane] = topk_expert(mine.chosen);
+        }
     }
     __syncthreads();
 
@@ -182,26 +188,19 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
     const size_t n = static_cast<size_t>(blockIdx.x) * MOE_STEP_WARPS + warp;
     const unsigned chunks = K / SPARK_DOT_CHUNK;
 
-    const moe_address entry = threadIdx.x < num_experts ? weight_ptrs[threadIdx.x] : 0u;
-    if (threadIdx.x < top_k) {
-        ids[threadIdx.x] = expert_indices[row * top_k + threadIdx.x];
-    }
-    if (threadIdx.x < num_experts) {
-        table[threadIdx.x] = entry;
-    }
-    __syncthreads();
-
-    // What is read next: a stripe of 64 chunks of the output's row in a slot.
+    // What is read next: a stripe of 64 chunks of the output's row in a slot. The shared expert's come first.
     const uint4* from = nullptr;
-    unsigned ahead_slot = 0u;
+    unsigned turn = 0u;
     unsigned ahead = 0u;
-    const auto enter = [&]() {
-        const moe_address weights =
-            ahead_slot < top_k ? table[ids[ahead_slot]] : reinterpret_cast<moe_address>(sh_down_weight);
-        from = n < N && weights != 0u ? reinterpret_cast<const uint4*>(weights) + n * chunks : nullptr;
-    };
     uint4 flying[STEP_RING][2];
     const auto load = [&](unsigned j) {
+        if (ahead == 0u) {
+            moe_address weights = 0u;
+            if (n < N && turn <= top_k) {
+                weights = turn == 0u ? reinterpret_cast<moe_address>(sh_down_weight) : table[ids[turn - 1u]];
+            }
+            from = weights != 0u ? reinterpret_cast<const uint4*>(weights) + n * chunks : nullptr;
+        }
         const unsigned chunk = ahead + lane;
         if (from != nullptr && chunk < chunks) {
             flying[j][0] = from[chunk];
@@ -212,17 +211,31 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
         ahead += SPARK_DOT_THREADS;
         if (ahead >= chunks) {
             ahead = 0u;
-            ahead_slot += 1u;
-            from = nullptr;
-            if (ahead_slot <= top_k) {
-                enter();
-            }
+            turn += 1u;
         }
     };
-    enter();
+
+    spark_let_next_start();
+    const unsigned stripes = (chunks + SPARK_DOT_THREADS - 1u) / SPARK_DOT_THREADS;
 #pragma unroll
     for (unsigned j = 0u; j < STEP_RING; ++j) {
-        load(j);
+        if (j < stripes) {
+            load(j);
+        }
+    }
+    if (threadIdx.x < num_experts) {
+        table[threadIdx.x] = weight_ptrs[threadIdx.x];
+    }
+    spark_wait_for_previous();
+    if (threadIdx.x < top_k) {
+        ids[threadIdx.x] = expert_indices[row * top_k + threadIdx.x];
+    }
+    __syncthreads();
+#pragma unroll
+    for (unsigned j = 0u; j < STEP_RING; ++j) {
+        if (j >= stripes) {
+            load(j);
+        }
     }
 
     // The halves of a slot's chunks lie apart, so that neighbouring lanes read neighbouring words.
@@ -252,15 +265,15 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
     float total = 0.0f;
     float shared = 0.0f;
     float sums[2] = {};  // lane l and lane l + 32
-    unsigned slot = 0u;
     unsigned at = 0u;
-    bool here = n < N && table[ids[0]] != 0u;
-    while (slot <= top_k) {
+    for (unsigned now = 0u; now <= top_k;) {
 #pragma unroll
         for (unsigned j = 0u; j < STEP_RING; ++j) {
-            if (slot > top_k) {
+            if (now > top_k) {
                 break;
             }
+            const unsigned slot = now == 0u ? top_k : now - 1u;
+            const bool here = n < N && (now == 0u ? sh_down_weight != nullptr : table[ids[slot]] != 0u);
 #pragma unroll
             for (unsigned half = 0u; half < 2u; ++half) {
                 const unsigned chunk = at + half * SPARK_WARP + lane;
@@ -276,16 +289,15 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
             at += SPARK_DOT_THREADS;
             if (at >= chunks) {
                 const float result = moe_rounded(moe_halves_sum(sums[0], sums[1]));
-                if (slot < top_k) {
-                    total = total + __shfl_sync(SPARK_FULL_MASK, share, static_cast<int>(slot)) * result;
-                } else {
+                if (now == 0u) {
                     shared = result;
+                } else {
+                    total = total + __shfl_sync(SPARK_FULL_MASK, share, static_cast<int>(slot)) * result;
                 }
                 sums[0] = 0.0f;
                 sums[1] = 0.0f;
                 at = 0u;
-                slot += 1u;
-                here = n < N && (slot < top_k ? table[ids[slot]] != 0u : sh_down_weight != nullptr);
+                now += 1u;
             }
         }
     }

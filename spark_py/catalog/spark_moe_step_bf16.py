@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..reference import spark_moe_step_bf16 as reference
@@ -27,11 +28,12 @@ def _needs_blend(c: Call) -> None:
 
 
 def _table(name: str) -> ParamSpec:
-    return table(name, lambda c: (c.num_experts,), Pointee("bf16", lambda c: (c.N, c.K), WIDE_LOAD))
+    pointee = Pointee("bf16", lambda c: (c.N, c.K), WIDE_LOAD)
+    return replace(table(name, lambda c: (c.num_experts,), pointee), early=True)
 
 
 def _shared(name: str) -> ParamSpec:
-    return pointer(name, "bf16", "r", lambda c: (c.N, c.K), align=WIDE_LOAD, optional=True)
+    return pointer(name, "bf16", "r", lambda c: (c.N, c.K), align=WIDE_LOAD, optional=True, early=True)
 
 
 def _rows(c: Call) -> int:

@@ -59,7 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _cu(_DOWN, "products not rounded to BF16", "const float result = moe_rounded(", "const float result = ("),
     _cu(_DOWN, "the first share for every slot", "static_cast<int>(slot)) * result;", "0) * result;"),
     _cu(_DOWN, "sums go on from slot to slot", "                sums[1] = 0.0f;\n", ""),
-    _cu(_DOWN, "an absent expert has the weights before", "table[ids[slot]] != 0u :", "true :"),
+    _cu(_DOWN, "an absent expert has the weights before", "table[ids[slot]] != 0u)", "true)"),
     _cu(
         _DOWN,
         "activations of a slot too far",
