@@ -12,6 +12,7 @@ constexpr unsigned MOE_STEP_THREADS = 512u;
 constexpr unsigned MOE_STEP_WARPS = MOE_STEP_THREADS / SPARK_WARP;
 constexpr unsigned MOE_STEP_EXPERTS = TOPK_PER_LANE * SPARK_WARP;
 constexpr unsigned MOE_STEP_SLOTS = SPARK_WARP;  // chosen experts of a row, at most
+constexpr unsigned MOE_GATE_WARPS = 8u;
 
 static_assert(MOE_STEP_EXPERTS <= MOE_STEP_THREADS, "a thread copies one entry of each table");
 
@@ -37,3 +38,43 @@ __device__ __forceinline__ float moe_gated(float gate, float up) {
 }
 
 __device__ __forceinline__ float moe_rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+
+// The chosen experts of a row, by one warp: `ids` gets 32, of which the first top_k are right. Block 0 of the row stores
+// them with their weights. Logits and results are the row's.
+__device__ __forceinline__ void moe_route(const __nv_bfloat16* logits, unsigned* ids, unsigned* expert_indices,
+                                          float* expert_weights, unsigned num_experts, unsigned top_k, bool normalize) {
+    if (blockIdx.x == 0u) {
+        topk_softmax(logits, expert_indices, expert_weights, num_experts, top_k, normalize, ids);
+    } else {
+        TopkLane mine;
+        mine.load(logits, num_experts);
+        mine.select(top_k);
+        ids[threadIdx.x % SPARK_WARP] = topk_expert(mine.chosen);
+    }
+}
+
+// The shared expert's share of a row, sigmoid(input . gate_weight), in the order of moe_blend.cuh: the sums of the first
+// warps, then, behind a barrier, what they give. n % 8 == 0.
+__device__ __forceinline__ void moe_gate_sums(float (&sums)[MOE_GATE_WARPS], const __nv_bfloat16* input,
+                                              const __nv_bfloat16* gate_weight, unsigned n) {
+    const unsigned warp = threadIdx.x / SPARK_WARP;
+    if (warp < MOE_GATE_WARPS) {
+        const uint4* a = reinterpret_cast<const uint4*>(input);
+        const uint4* b = reinterpret_cast<const uint4*>(gate_weight);
+        float logit = 0.0f;
+        for (unsigned c = threadIdx.x; c < n / SPARK_DOT_CHUNK; c += MOE_GATE_WARPS * SPARK_WARP) {
+            logit = spark_dot_chunk(logit, a[c], b[c]);
+        }
+        logit = spark_warp_sum(logit, SPARK_WARP);
+        if (threadIdx.x % SPARK_WARP == 0u) {
+            sums[warp] = logit;
+        }
+    }
+}
+
+// Right in lane 0.
+__device__ __forceinline__ float moe_gate_share(const float (&sums)[MOE_GATE_WARPS]) {
+    const unsigned lane = threadIdx.x % SPARK_WARP;
+    const float logit = spark_warp_sum(lane < MOE_GATE_WARPS ? sums[lane] : 0.0f, SPARK_WARP);
+    return 1.0f / (1.0f + __expf(-logit));
+}

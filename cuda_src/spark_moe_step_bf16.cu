@@ -100,16 +100,8 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route
         }
     } else {
         spark_wait_for_previous();
-        const __nv_bfloat16* logits = gate_logits + row * num_experts;
-        if (blockIdx.x == 0u) {
-            topk_softmax(logits, expert_indices + row * top_k, expert_weights + row * top_k, num_experts, top_k,
-                         normalize != 0u, ids);
-        } else {
-            TopkLane mine;
-            mine.load(logits, num_experts);
-            mine.select(top_k);
-            ids[lane] = topk_expert(mine.chosen);
-        }
+        moe_route(gate_logits + row * num_experts, ids, expert_indices + row * top_k, expert_weights + row * top_k,
+                  num_experts, top_k, normalize != 0u);
     }
     __syncthreads();
 
@@ -178,10 +170,9 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
     const float* expert_weights, const __nv_bfloat16* sh_down_weight, const __nv_bfloat16* input,
     const __nv_bfloat16* gate_weight, __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts,
     unsigned int top_k) {
-    constexpr unsigned GATE_WARPS = 8u;
     __shared__ moe_address table[MOE_STEP_EXPERTS];
     __shared__ unsigned ids[MOE_STEP_SLOTS];
-    __shared__ float gate_sums[GATE_WARPS];
+    __shared__ float gate_sums[MOE_GATE_WARPS];
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
     const size_t row = blockIdx.y;
@@ -248,17 +239,8 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
     }
     const float share = lane < top_k ? expert_weights[row * top_k + lane] : 0.0f;
     const bool gated = gate_weight != nullptr;
-    if (gated && warp < GATE_WARPS) {
-        const uint4* a = reinterpret_cast<const uint4*>(input + row * N);
-        const uint4* b = reinterpret_cast<const uint4*>(gate_weight);
-        float logit = 0.0f;
-        for (unsigned c = threadIdx.x; c < N / SPARK_DOT_CHUNK; c += GATE_WARPS * SPARK_WARP) {
-            logit = spark_dot_chunk(logit, a[c], b[c]);
-        }
-        logit = spark_warp_sum(logit, SPARK_WARP);
-        if (lane == 0u) {
-            gate_sums[warp] = logit;
-        }
+    if (gated) {
+        moe_gate_sums(gate_sums, input + row * N, gate_weight, N);
     }
     __syncthreads();
 
@@ -301,11 +283,7 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
             }
         }
     }
-    float gate = 1.0f;
-    if (gated) {
-        const float logit = spark_warp_sum(lane < GATE_WARPS ? gate_sums[lane] : 0.0f, SPARK_WARP);
-        gate = 1.0f / (1.0f + __expf(-logit));
-    }
+    const float gate = gated ? moe_gate_share(gate_sums) : 1.0f;
     if (lane == 0u && n < N) {
         spark_store(output + row * N + n, total + gate * shared);
     }

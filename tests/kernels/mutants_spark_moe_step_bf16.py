@@ -21,14 +21,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _cu(
         _GATE_UP,
         "other blocks route without the last experts",
-        "mine.load(gate_logits + row * num_experts, num_experts);",
-        "mine.load(gate_logits + row * num_experts, num_experts - num_experts / 4u);",
+        "mine.load(logits, num_experts);",
+        "mine.load(logits, num_experts - num_experts / 4u);",
+        _CUH,
     ),
     _cu(
         _GATE_UP,
         "the first row's logits for all",
-        "topk_softmax(gate_logits + row * num_experts,",
-        "topk_softmax(gate_logits,",
+        "moe_route(gate_logits + row * num_experts,",
+        "moe_route(gate_logits,",
     ),
     _cu(
         _GATE_UP,
@@ -67,13 +68,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "staged[2u * (slot / 2u) * chunks + chunk]",
     ),
     _cu(
-        _DOWN, "the gate's second half left out", "lane < GATE_WARPS ? gate_sums", "lane < GATE_WARPS / 4u ? gate_sums"
+        _DOWN,
+        "the gate's second half left out",
+        "lane < MOE_GATE_WARPS ? sums",
+        "lane < MOE_GATE_WARPS / 4u ? sums",
+        _CUH,
     ),
-    _cu(
+    Mutant(
         _DOWN,
         "nobody waits for the activations",
-        "            gate_sums[warp] = logit;\n        }\n    }\n    __syncthreads();",
-        "            gate_sums[warp] = logit;\n        }\n    }",
+        cu=Patch(_CU, "gate_weight, N);\n    }\n    __syncthreads();", "gate_weight, N);\n    }"),
+        race=True,
     ),
     Mutant(
         _DOWN,

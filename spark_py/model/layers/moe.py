@@ -154,6 +154,9 @@ class MoeLayer:
         # The activations in FP32 go where the experts' outputs would.
         if not step.fits(inter, self.h, k) or 2 * (k + 1) * inter > k * self.h:
             return []
+        experts = (*self.weights.experts, *([self.weights.shared_expert] if self.shared_inter else ()))
+        if not all(step.takes(getattr(expert, f"{each}_proj")) for expert in experts for each in _PROJECTIONS):
+            return []
         kernels = [self.gpu.try_kernel(*key) for key in (step.gate_up_k, step.down_k)]
         return kernels if all(kernels) else []
 

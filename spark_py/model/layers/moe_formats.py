@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops import spark_moe_step_bf16
+from ...ops import spark_moe_step_bf16, spark_moe_step_nvfp4
 from ...ops.gemv import dense_gemv
 from ...ops.gemv_fp8w import dense_gemv_fp8w
 from ...ops.moe_shared_expert_fused import (
@@ -50,7 +50,8 @@ Kernel = tuple[str, str]
 class StepFormat:
     """Kernels for all that follows a softmax router's product, in two launches, and their launchers.
 
-    `fits(n, k, top_k)`: whether they take experts of width n in a model of width k.
+    `fits(n, k, top_k)`: whether they take experts of width n in a model of width k; `takes(projection)`: whether they
+    take a projection's tensors where they lie.
     """
 
     gate_up_k: Kernel
@@ -58,6 +59,7 @@ class StepFormat:
     gate_up: Callable[..., None]
     down: Callable[..., None]
     fits: Callable[[int, int, int], bool]
+    takes: Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ def _bf16_down(
 
 _NVFP4, _BF16 = "moe_shared_expert_fused", "moe_shared_expert_fused_bf16"
 _FP8, _ROWS = "spark_moe_shared_expert_fused_fp8", "spark_moe_rows"
-_STEP_BF16 = "spark_moe_step_bf16"
+_STEP_BF16, _STEP_NVFP4 = "spark_moe_step_bf16", "spark_moe_step_nvfp4"
 
 FORMATS: Mapping[type, ExpertFormat] = {
     ExpertWeight: ExpertFormat(
@@ -211,6 +213,14 @@ FORMATS: Mapping[type, ExpertFormat] = {
         gate_up=moe_expert_gate_up_shared,
         down=moe_expert_silu_down_shared,
         gemv=w4a16_gemv,
+        step=StepFormat(
+            gate_up_k=(_STEP_NVFP4, "spark_moe_route_gate_up_nvfp4"),
+            down_k=(_STEP_NVFP4, "spark_moe_down_blend_nvfp4"),
+            gate_up=spark_moe_step_nvfp4.spark_moe_route_gate_up_nvfp4,
+            down=spark_moe_step_nvfp4.spark_moe_down_blend_nvfp4,
+            fits=spark_moe_step_nvfp4.fits,
+            takes=lambda weight: weight.weight.address % 16 == 0 and weight.weight_scale.address % 2 == 0,
+        ),
     ),
     DenseExpertWeight: ExpertFormat(
         name="BF16",
@@ -233,6 +243,7 @@ FORMATS: Mapping[type, ExpertFormat] = {
             gate_up=_bf16_step_gate_up,
             down=_bf16_step_down,
             fits=spark_moe_step_bf16.fits,
+            takes=lambda weight: True,
         ),
     ),
     Fp8DenseExpertWeight: ExpertFormat(

@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+// Module spark_moe_step_nvfp4: NVFP4 experts of a mixture in two launches: routing, gate, up and activation; then down, the
+// weighted sum and the shared expert.
+//
+// A row of K weights is K / 2 bytes of E2M1 codes (low nibble first) and K / 16 block scales in E4M3; a weight is
+// code * scale * scale2. Codes go as they are, 2^126 times too small, through tensor-core steps with FP32 sums; x comes
+// 2^48 times larger, and scales multiply the sums.
+//
+// A warp has 16 rows of weights and a slice of 128 k, eight blocks of 16. Lane 4 g + t reads blocks 2 t and 2 t + 1 of rows
+// g and g + 8, and its codes are its part of each step. Column c of a step's other operand has elements of block c alone,
+// in the lanes that read it, and zeros in the others: so column c of the sums is block c's, whatever its lanes multiply
+// beside. The lane that read blocks 2 t and 2 t + 1 holds their sums too, and multiplies them by their scales.
+//
+// All that a warp reads is on its way at once. Slices are added in ascending order of warps. An output's bits depend on
+// its row of x, its experts and their order alone.
+
+#include "spark_e2m1.cuh"
+#include "spark_fp8.cuh"
+#include "spark_moe_step.cuh"
+
+constexpr unsigned FP4_SLICE = 128u;  // k
+constexpr unsigned FP4_BLOCKS = 8u;   // of 16 k in a slice
+constexpr unsigned FP4_ROWS = 16u;    // of weights
+constexpr unsigned FP4_TILES = 16u;   // of a block in the gate and up projection, at most
+constexpr unsigned FP4_GATE_UP_RING = 6u;
+constexpr unsigned FP4_DOWN_RING = 4u;
+constexpr float FP4_RAISED = 0x1p48f;   // of x
+constexpr float FP4_LOWERED = 0x1p78f;  // of sums
+
+extern __shared__ uint4 fp4_staged[];
+
+// A matrix of NVFP4 weights.
+struct Fp4Weights {
+    moe_address codes;
+    moe_address scales;
+};
+
+// What a lane reads of a slice: two blocks of rows g and g + 8, and their scales.
+struct Fp4Piece {
+    uint4 codes[2];
+    unsigned short scales[2];
+
+    // Zeros where there are no weights, or no such k.
+    __device__ __forceinline__ void load(unsigned i, const Fp4Weights& weights, size_t row, unsigned slice, unsigned k) {
+        const unsigned t = threadIdx.x % 4u;
+        codes[i] = make_uint4(0u, 0u, 0u, 0u);
+        scales[i] = 0u;
+        if (weights.codes != 0u && slice * FP4_SLICE + 32u * t < k) {
+            codes[i] = reinterpret_cast<const uint4*>(weights.codes)[row * (k / 32u) + slice * 4u + t];
+            scales[i] = reinterpret_cast<const unsigned short*>(weights.scales)[row * (k / 32u) + slice * 4u + t];
+        }
+    }
+};
+
+// The lane's part of the other operand: of its even block and of its odd one, each eight words of elements i and i + 4 of
+// the block's first half, then of its second one. One of them at most is not 0.
+struct Fp4Columns {
+    unsigned even[8];
+    unsigned odd[8];
+
+    // Whether the lane has a column of its own, that of block lane / 4.
+    static __device__ __forceinline__ bool mine() { return threadIdx.x % SPARK_WARP / 8u == threadIdx.x % 4u; }
+
+    __device__ __forceinline__ void set(const unsigned (&words)[8]) {
+        const bool first = threadIdx.x / 4u % 2u == 0u;
+#pragma unroll
+        for (unsigned i = 0u; i < 8u; ++i) {
+            even[i] = mine() && first ? words[i] : 0u;
+            odd[i] = mine() && !first ? words[i] : 0u;
+        }
+    }
+};
+
+__device__ __forceinline__ unsigned fp4_times(unsigned a, unsigned b) {
+    const __nv_bfloat162 product =
+        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
+    return *reinterpret_cast<const unsigned*>(&product);
+}
+
+// sums += the piece's steps with each of the parts that x is the sum of.
+template <unsigned PARTS>
+__device__ __forceinline__ void fp4_multiply(float (&sums)[4], const Fp4Piece& piece,
+                                             const Fp4Columns (&parts)[PARTS]) {
+    const unsigned low[4] = {piece.codes[0].x, piece.codes[0].y, piece.codes[0].z, piece.codes[0].w};
+    const unsigned high[4] = {piece.codes[1].x, piece.codes[1].y, piece.codes[1].z, piece.codes[1].w};
+#pragma unroll
+    for (unsigned w = 0u; w < 4u; ++w) {
+        unsigned a[4];
+        unsigned b[4];
+        spark_e2m1_pairs(low[w], a);
+        spark_e2m1_pairs(high[w], b);
+#pragma unroll
+        for (unsigned p = 0u; p < PARTS; ++p) {
+            const unsigned* x = (w < 2u ? parts[p].even : parts[p].odd) + w % 2u * 4u;
+            spark_mma(sums, {a[0], b[0], a[1], b[1]}, {x[0], x[1]});
+            spark_mma(sums, {a[2], b[2], a[3], b[3]}, {x[2], x[3]});
+        }
+    }
+}
+
+// Sums times scales, over the slice: of row g, and of row g + 8. All four lanes of g get both.
+__device__ __forceinline__ void fp4_reduce(const float (&sums)[4], const Fp4Piece& piece, float (&rows)[2]) {
+#pragma unroll
+    for (unsigned i = 0u; i < 2u; ++i) {
+        float scales[2];
+        spark_widen_e4m3(piece.scales[i], scales);
+        float row = sums[2u * i] * scales[0] + sums[2u * i + 1u] * scales[1];
+        row = row + __shfl_xor_sync(SPARK_FULL_MASK, row, 1);
+        rows[i] = row + __shfl_xor_sync(SPARK_FULL_MASK, row, 2);
+    }
+}
+
+// activation [T, top_k + 1, N] = silu(g) * u in FP32, g and u = A [T, K] . a row of gate and up, for the experts that
+// gate_logits [T, num_experts] choose, which go to expert_indices and expert_weights [T, top_k], and for the shared one.
+// Grid (any with at most 16 tiles of 8 outputs a block, T), block 512. K % 32 == 0; A and codes on 16-byte addresses,
+// scales on even ones.
+extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_route_gate_up_nvfp4(
+    const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const moe_address* gate_packed_ptrs,
+    const moe_address* gate_scale_ptrs, const float* gate_scale2_vals, const moe_address* up_packed_ptrs,
+    const moe_address* up_scale_ptrs, const float* up_scale2_vals, unsigned int* expert_indices, float* expert_weights,
+    const unsigned char* sh_gate_packed, const unsigned char* sh_gate_scale, float sh_gate_s2,
+    const unsigned char* sh_up_packed, const unsigned char* sh_up_scale, float sh_up_s2, float* activation,
+    unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k, unsigned int normalize) {
+    constexpr unsigned OUTPUTS = FP4_ROWS / 2u;  // of a tile: rows g are gate's, rows g + 8 up's
+    __shared__ Fp4Weights gates[MOE_STEP_EXPERTS];
+    __shared__ Fp4Weights ups[MOE_STEP_EXPERTS];
+    __shared__ unsigned ids[MOE_STEP_SLOTS];
+    __shared__ float factors[FP4_TILES][2];
+    __shared__ float sums[FP4_TILES][MOE_STEP_WARPS][FP4_ROWS];
+    const unsigned lane = threadIdx.x % SPARK_WARP;
+    const unsigned warp = threadIdx.x / SPARK_WARP;
+    const unsigned g = lane / 4u;
+    const size_t row = blockIdx.y;
+    spark_let_next_start();
+
+    const unsigned slices = (K + FP4_SLICE - 1u) / FP4_SLICE;
+    const unsigned slot_tiles = (N + OUTPUTS - 1u) / OUTPUTS;
+    const unsigned all_tiles = (top_k + 1u) * slot_tiles;
+    // The block's tiles; those of the shared expert come first.
+    const unsigned tiles = blockIdx.x < all_tiles ? (all_tiles - blockIdx.x - 1u) / gridDim.x + 1u : 0u;
+    const Fp4Weights shared_gate = {reinterpret_cast<moe_address>(sh_gate_packed),
+                                    reinterpret_cast<moe_address>(sh_gate_scale)};
+    const Fp4Weights shared_up = {reinterpret_cast<moe_address>(sh_up_packed),
+                                  reinterpret_cast<moe_address>(sh_up_scale)};
+
+    // What is read next: tile `ahead` of slice `ahead_slice`.
+    unsigned ahead = 0u;
+    unsigned ahead_slice = warp;
+    Fp4Piece ring[FP4_GATE_UP_RING];
+    const auto load = [&](unsigned j) {
+        if (ahead_slice < slices && tiles > 0u) {
+            const unsigned tile = blockIdx.x + ahead * gridDim.x;
+            const unsigned turn = tile / slot_tiles;
+            const unsigned output = tile % slot_tiles * OUTPUTS + g;
+            const size_t at = output < N ? output : N - 1u;
+            const Fp4Weights gate = turn == 0u ? shared_gate : gates[ids[turn - 1u]];
+            const Fp4Weights up = turn == 0u ? shared_up : ups[ids[turn - 1u]];
+            ring[j].load(0u, gate, at, ahead_slice, K);
+            ring[j].load(1u, up, at, ahead_slice, K);
+            ahead += 1u;
+            if (ahead == tiles) {
+                ahead = 0u;
+                ahead_slice += MOE_STEP_WARPS;
+            }
+        }
+    };
+
+    const bool routes = warp == MOE_STEP_WARPS - 1u;
+    const bool early = !routes && blockIdx.x < slot_tiles;
+    if (!routes) {
+        if (early) {
+            load(0u);
+        }
+        for (unsigned e = threadIdx.x; e < num_experts; e += MOE_STEP_THREADS - SPARK_WARP) {
+            gates[e] = {gate_packed_ptrs[e], gate_scale_ptrs[e]};
+            ups[e] = {up_packed_ptrs[e], up_scale_ptrs[e]};
+        }
+        spark_wait_for_previous();
+    } else {
+        spark_wait_for_previous();
+        moe_route(gate_logits + row * num_experts, ids, expert_indices + row * top_k, expert_weights + row * top_k,
+                  num_experts, top_k, normalize != 0u);
+    }
+    Fp4Columns columns[1];
+    const auto read_x = [&](unsigned slice) {
+        const unsigned k = slice * FP4_SLICE + 16u * g;
+        uint4 low = make_uint4(0u, 0u, 0u, 0u);
+        uint4 high = make_uint4(0u, 0u, 0u, 0u);
+        if (Fp4Columns::mine() && k < K) {
+            const uint4* x = reinterpret_cast<const uint4*>(A + row * K + k);
+            low = x[0];
+            high = x[1];
+        }
+        constexpr unsigned RAISED = 0x57805780u;  // FP4_RAISED twice
+        const unsigned words[8] = {
+            __byte_perm(low.x, low.z, 0x5410u),   __byte_perm(low.x, low.z, 0x7632u),
+            __byte_perm(low.y, low.w, 0x5410u),   __byte_perm(low.y, low.w, 0x7632u),
+            __byte_perm(high.x, high.z, 0x5410u), __byte_perm(high.x, high.z, 0x7632u),
+            __byte_perm(high.y, high.w, 0x5410u), __byte_perm(high.y, high.w, 0x7632u)};
+        unsigned raised[8];
+#pragma unroll
+        for (unsigned i = 0u; i < 8u; ++i) {
+            raised[i] = fp4_times(words[i], RAISED);
+        }
+        columns[0].set(raised);
+    };
+    read_x(warp);
+    __syncthreads();
+
+#pragma unroll
+    for (unsigned j = 0u; j < FP4_GATE_UP_RING; ++j) {
+        if (j > 0u || !early) {
+            load(j);
+        }
+    }
+    if (threadIdx.x < 2u * tiles) {
+        const unsigned turn = (blockIdx.x + threadIdx.x / 2u * gridDim.x) / slot_tiles;
+        const bool up = threadIdx.x % 2u != 0u;
+        float factor = up ? sh_up_s2 : sh_gate_s2;
+        if (turn != 0u) {
+            const unsigned id = ids[turn - 1u];
+            // That of an expert that is elsewhere may be anything.
+            factor = (up ? ups : gates)[id].codes != 0u ? (up ? up_scale2_vals : gate_scale2_vals)[id] : 0.0f;
+        }
+        factors[threadIdx.x / 2u][threadIdx.x % 2u] = factor * FP4_LOWERED;
+    }
+    unsigned tile = 0u;
+    unsigned slice = warp;
+    while (slice < slices && tiles > 0u) {
+#pragma unroll
+        for (unsigned j = 0u; j < FP4_GATE_UP_RING; ++j) {
+            if (slice >= slices) {
+                break;
+            }
+            float products[4] = {};
+            float rows[2];
+            fp4_multiply(products, ring[j], columns);
+            fp4_reduce(products, ring[j], rows);
+            load(j);
+            if (lane % 4u < 2u) {
+                float* sum = &sums[tile][warp][g + lane % 4u * OUTPUTS];
+                const float value = lane % 4u == 0u ? rows[0] : rows[1];
+                *sum = slice == warp ? value : *sum + value;
+            }
+            tile += 1u;
+            if (tile == tiles) {
+                tile = 0u;
+                slice += MOE_STEP_WARPS;
+                if (slice < slices) {
+                    read_x(slice);
+                }
+            }
+        }
+    }
+    __syncthreads();
+
+    const unsigned adders = slices < MOE_STEP_WARPS ? slices : MOE_STEP_WARPS;
+    if (threadIdx.x < tiles * OUTPUTS) {
+        const unsigned at = threadIdx.x / OUTPUTS;
+        const unsigned o = threadIdx.x % OUTPUTS;
+        float gate = 0.0f;
+        float up = 0.0f;
+        for (unsigned w = 0u; w < adders; ++w) {
+            gate = gate + sums[at][w][o];
+            up = up + sums[at][w][o + OUTPUTS];
+        }
+        const unsigned whole = blockIdx.x + at * gridDim.x;
+        const unsigned turn = whole / slot_tiles;
+        const unsigned output = whole % slot_tiles * OUTPUTS + o;
+        const size_t slot = turn == 0u ? top_k : turn - 1u;
+        if (output < N) {
+            activation[(row * (top_k + 1u) + slot) * N + output] =
+                moe_gated(gate * factors[at][0], up * factors[at][1]);
+        }
+    }
+}
+
+// output [T, N] = bf16(sum over slots e of expert_weights[e] * (activation[e] . down_e) + s * (activation[top_k] . shared
+// down)); s = sigmoid(input [T, N] . gate_weight [N]), or 1 without a gate_weight. activation FP32 [T, top_k + 1, K], which
+// goes as the sum of two BF16 through the steps. Grid (ceil(N / 16), T), block 512, 512 bytes of dynamic shared memory for
+// each of the slots' slices. K % 32 == 0, with a gate N % 8 == 0; codes, input and gate_weight on 16-byte addresses,
+// scales on even ones.
+extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down_blend_nvfp4(
+    const float* activation, const moe_address* packed_ptrs, const moe_address* scale_ptrs, const float* scale2_vals,
+    const unsigned int* expert_indices, const float* expert_weights, const unsigned char* sh_down_packed,
+    const unsigned char* sh_down_scale, float sh_down_s2, const __nv_bfloat16* input, const __nv_bfloat16* gate_weight,
+    __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k) {
+    __shared__ Fp4Weights table[MOE_STEP_EXPERTS];
+    __shared__ unsigned ids[MOE_STEP_SLOTS];
+    __shared__ float shares[MOE_STEP_SLOTS];
+    __shared__ float gate_sums[MOE_GATE_WARPS];
+    __shared__ float routed_sums[MOE_STEP_WARPS][FP4_ROWS];
+    __shared__ float shared_sums[MOE_STEP_WARPS][FP4_ROWS];
+    const unsigned lane = threadIdx.x % SPARK_WARP;
+    const unsigned warp = threadIdx.x / SPARK_WARP;
+    const unsigned g = lane / 4u;
+    const size_t row = blockIdx.y;
+    const unsigned first = blockIdx.x * FP4_ROWS;
+    spark_let_next_start();
+
+    // Unit u is slice u % slices of turn u / slices; the shared expert has turn 0, slot e turn e + 1.
+    const unsigned slices = (K + FP4_SLICE - 1u) / FP4_SLICE;
+    const unsigned units = (top_k + 1u) * slices;
+    unsigned ahead = warp;
+    Fp4Piece ring[FP4_DOWN_RING];
+    const auto load = [&](unsigned j) {
+        if (ahead < units) {
+            const unsigned turn = ahead / slices;
+            const Fp4Weights weights = turn == 0u ? Fp4Weights{reinterpret_cast<moe_address>(sh_down_packed),
+                                                               reinterpret_cast<moe_address>(sh_down_scale)}
+                                                  : table[ids[turn - 1u]];
+#pragma unroll
+            for (unsigned i = 0u; i < 2u; ++i) {
+                const unsigned n = first + g + 8u * i;
+                ring[j].load(i, weights, n < N ? n : N - 1u, ahead % slices, K);
+            }
+            ahead += MOE_STEP_WARPS;
+        }
+    };
+    const bool early = warp < slices;
+    if (early) {
+        load(0u);
+    }
+    if (threadIdx.x < num_experts) {
+        table[threadIdx.x] = {packed_ptrs[threadIdx.x], scale_ptrs[threadIdx.x]};
+    }
+    spark_wait_for_previous();
+    if (threadIdx.x < top_k) {
+        ids[threadIdx.x] = expert_indices[row * top_k + threadIdx.x];
+    }
+    __syncthreads();
+#pragma unroll
+    for (unsigned j = 0u; j < FP4_DOWN_RING; ++j) {
+        if (j > 0u || !early) {
+            load(j);
+        }
+    }
+    if (threadIdx.x < top_k) {
+        const unsigned id = ids[threadIdx.x];
+        const float share = expert_weights[row * top_k + threadIdx.x];
+        // The factor of an expert that is elsewhere may be anything.
+        shares[threadIdx.x] = share * (table[id].codes != 0u ? scale2_vals[id] * FP4_LOWERED : 0.0f);
+    }
+
+    // A block's words: eight of the upper parts of its activations, in the order of Fp4Columns, then eight of the rest.
+    unsigned* words = reinterpret_cast<unsigned*>(fp4_staged);
+    const float* act = activation + row * (top_k + 1u) * K;
+    const unsigned slot_words = slices * FP4_BLOCKS * 8u;
+    for (unsigned i = threadIdx.x; i < (top_k + 1u) * slot_words; i += MOE_STEP_THREADS) {
+        const unsigned slot = i / slot_words;
+        const unsigned k = i % slot_words / 4u * 8u + i % 4u;
+        float low = 0.0f;
+        float high = 0.0f;
+        if (k < K) {
+            low = act[slot * K + k] * FP4_RAISED;
+            high = act[slot * K + k + 4u] * FP4_RAISED;
+        }
+        const unsigned upper = spark_pack(low, high);
+        unsigned* to = words + i / 8u * 16u + i % 8u;
+        to[0] = upper;
+        to[8] = spark_pack(low - spark_low(upper), high - spark_high(upper));
+    }
+    const bool gated = gate_weight != nullptr;
+    if (gated) {
+        moe_gate_sums(gate_sums, input + row * N, gate_weight, N);
+    }
+    __syncthreads();
+
+    float routed[2] = {};
+    float shared[2] = {};
+    for (unsigned unit = warp; unit < units;) {
+#pragma unroll
+        for (unsigned j = 0u; j < FP4_DOWN_RING; ++j) {
+            if (unit >= units) {
+                break;
+            }
+            const unsigned turn = unit / slices;
+            const unsigned slot = turn == 0u ? top_k : turn - 1u;
+            Fp4Columns columns[2];
+#pragma unroll
+            for (unsigned part = 0u; part < 2u; ++part) {
+                const uint4* from = fp4_staged + ((slot * slices + unit % slices) * FP4_BLOCKS + g) * 4u + 2u * part;
+                const uint4 low = from[0];
+                const uint4 high = from[1];
+                columns[part].set({low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w});
+            }
+            float products[4] = {};
+            float rows[2];
+            fp4_multiply(products, ring[j], columns);
+            fp4_reduce(products, ring[j], rows);
+            load(j);
+#pragma unroll
+            for (unsigned i = 0u; i < 2u; ++i) {
+                if (turn == 0u) {
+                    shared[i] = shared[i] + rows[i];
+                } else {
+                    routed[i] = routed[i] + shares[slot] * rows[i];
+                }
+            }
+            unit += MOE_STEP_WARPS;
+        }
+    }
+    if (lane % 4u < 2u) {
+        const unsigned to = g + lane % 4u * 8u;
+        routed_sums[warp][to] = lane % 4u == 0u ? routed[0] : routed[1];
+        shared_sums[warp][to] = lane % 4u == 0u ? shared[0] : shared[1];
+    }
+    const float gate = gated ? moe_gate_share(gate_sums) : 1.0f;
+    __syncthreads();
+
+    if (warp == 0u) {
+        float total = 0.0f;
+        float last = 0.0f;
+        if (lane < FP4_ROWS) {
+            for (unsigned w = 0u; w < MOE_STEP_WARPS; ++w) {
+                total = total + routed_sums[w][lane];
+                last = last + shared_sums[w][lane];
+            }
+        }
+        const float share = __shfl_sync(SPARK_FULL_MASK, gate, 0) * (sh_down_s2 * FP4_LOWERED);
+        const size_t n = first + lane;
+        if (lane < FP4_ROWS && n < N) {
+            spark_store(output + row * N + n, total + share * last);
+        }
+    }
+}
