@@ -64,8 +64,8 @@ def assert_close(rig: MoeRig, x: Array, got: Array, logits: Array) -> None:
         {"shared_expert_intermediate_size": 0},
         {"num_experts": 1, "num_experts_per_tok": 1},
         {"num_experts_per_tok": 7},
-        {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
-        {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 0, "missing": (0, 4)},
+        {"hidden_size": 256, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "missing": (0, 4)},
+        {"hidden_size": 256, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 0, "gated": False},
     ],
     ids=str,
 )
@@ -80,12 +80,12 @@ def test_a_row_is_the_mixture_of_its_experts(
 
 
 @each_kind
-@pytest.mark.parametrize(("inter", "shared"), [(48, 48), (48, 80), (64, 64)])
+@pytest.mark.parametrize(("hidden", "inter", "shared"), [(64, 48, 48), (64, 48, 80), (256, 64, 64)])
 def test_rows_have_the_bits_that_they_have_alone(
-    gpu: GpuBackend, rng: np.random.Generator, kind: Kind, inter: int, shared: int
+    gpu: GpuBackend, rng: np.random.Generator, kind: Kind, hidden: int, inter: int, shared: int
 ) -> None:
     # More rows than the router's kernel takes at once, and a tie among the logits of the last.
-    widths = {"moe_intermediate_size": inter, "shared_expert_intermediate_size": shared}
+    widths = {"hidden_size": hidden, "moe_intermediate_size": inter, "shared_expert_intermediate_size": shared}
     rig = moe_rig(gpu, rng, kind, rows=19, **widths)
     x = rows_of(rng, rig, 19)
     x[-1] = 0.0
@@ -121,16 +121,16 @@ def test_a_set_without_kernels_for_several_rows_loops(gpu: GpuBackend, rng: np.r
 
 
 def test_two_launches_where_their_kernels_do(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    def two(kind: str, inter: int, shared: int, **changes: Any) -> bool:
-        widths = {"moe_intermediate_size": inter, "shared_expert_intermediate_size": shared}
-        with moe_rig(gpu, rng, KINDS[kind], **widths, **changes).layer() as layer:
+    def two(kind: str, inter: int, shared: int) -> bool:
+        widths = {"hidden_size": 256, "moe_intermediate_size": inter, "shared_expert_intermediate_size": shared}
+        with moe_rig(gpu, rng, KINDS[kind], **widths).layer() as layer:
             return bool(layer._step_k)
 
     assert [two("bf16", 48, shared) for shared in (48, 0, 80)] == [True, True, False]
     assert [two("nvfp4", inter, inter) for inter in (64, 48)] == [True, False]
     assert not two("fp8", 64, 64)
     # Activations in FP32 that would not fit where the experts' outputs go.
-    assert not two("bf16", 256, 256)
+    assert not two("bf16", 104, 104)
 
 
 @each_kind
