@@ -60,8 +60,8 @@ struct GateUp {
 // that gate_logits [T, num_experts] choose, which go to expert_indices and expert_weights [T, top_k], and the shared one.
 // Grid (any, T), block 480, 2 K bytes of dynamic shared memory. K % 8 == 0; A and weights on 16-byte addresses.
 extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route_gate_up_bf16(
-    const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const moe_address* gate_weight_ptrs,
-    const moe_address* up_weight_ptrs, unsigned int* expert_indices, float* expert_weights,
+    const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const unsigned long long* gate_weight_ptrs,
+    const unsigned long long* up_weight_ptrs, unsigned int* expert_indices, float* expert_weights,
     const __nv_bfloat16* sh_gate_weight, const __nv_bfloat16* sh_up_weight, float* activation, unsigned int N,
     unsigned int K, unsigned int num_experts, unsigned int top_k, unsigned int normalize) {
     __shared__ moe_address gates[MOE_STEP_EXPERTS];
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route
 // [T, top_k + 1, K], weights [N, K]. Grid (ceil(N / 16), T), block 512, (top_k + 1) * 4 K bytes of dynamic shared memory.
 // K % 8 == 0, with a gate N % 8 == 0; weights, activation, input and gate_weight on 16-byte addresses.
 extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down_blend_bf16(
-    const float* activation, const moe_address* weight_ptrs, const unsigned int* expert_indices,
+    const float* activation, const unsigned long long* weight_ptrs, const unsigned int* expert_indices,
     const float* expert_weights, const __nv_bfloat16* sh_down_weight, const __nv_bfloat16* input,
     const __nv_bfloat16* gate_weight, __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts,
     unsigned int top_k) {

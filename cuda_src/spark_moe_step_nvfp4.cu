@@ -115,9 +115,9 @@ __device__ __forceinline__ void fp4_reduce(const float (&sums)[4], const Fp4Piec
 // Grid (any with at most 16 tiles of 8 outputs a block, T), block 512. K % 32 == 0; A and codes on 16-byte addresses,
 // scales on even ones.
 extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_route_gate_up_nvfp4(
-    const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const moe_address* gate_packed_ptrs,
-    const moe_address* gate_scale_ptrs, const float* gate_scale2_vals, const moe_address* up_packed_ptrs,
-    const moe_address* up_scale_ptrs, const float* up_scale2_vals, unsigned int* expert_indices, float* expert_weights,
+    const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const unsigned long long* gate_packed_ptrs,
+    const unsigned long long* gate_scale_ptrs, const float* gate_scale2_vals, const unsigned long long* up_packed_ptrs,
+    const unsigned long long* up_scale_ptrs, const float* up_scale2_vals, unsigned int* expert_indices, float* expert_weights,
     const unsigned char* sh_gate_packed, const unsigned char* sh_gate_scale, float sh_gate_s2,
     const unsigned char* sh_up_packed, const unsigned char* sh_up_scale, float sh_up_s2, float* activation,
     unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k, unsigned int normalize) {
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_rout
 // each of the slots' slices. K % 32 == 0, with a gate N % 8 == 0; codes, input and gate_weight on 16-byte addresses,
 // scales on even ones.
 extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down_blend_nvfp4(
-    const float* activation, const moe_address* packed_ptrs, const moe_address* scale_ptrs, const float* scale2_vals,
+    const float* activation, const unsigned long long* packed_ptrs, const unsigned long long* scale_ptrs, const float* scale2_vals,
     const unsigned int* expert_indices, const float* expert_weights, const unsigned char* sh_down_packed,
     const unsigned char* sh_down_scale, float sh_down_s2, const __nv_bfloat16* input, const __nv_bfloat16* gate_weight,
     __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k) {

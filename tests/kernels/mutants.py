@@ -41,6 +41,7 @@ FAMILIES = (
     "moe_blend",
     "moe_bf16",
     "spark_moe_step_bf16",
+    "spark_moe_step_nvfp4",
     "moe_v4",
     "hyper_connection",
     "mxfp4",
