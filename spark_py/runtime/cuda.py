@@ -52,6 +52,7 @@ _NOT_READY = 600
 _ATTACH_GLOBAL = 1
 _HOST_ALLOC_FLAGS = 3  # portable and mapped
 _DEPENDENT = "SPARK_PY_DEPENDENT"
+_DEPENDENT_MAJOR = 9
 _DEPENDENT_DRIVER = 12030  # CUDA 12.3: the first with programmatic dependences in graphs
 
 
@@ -79,7 +80,8 @@ def _device_count(api: _Api) -> int:
 
 
 def probe() -> dict[str, Any]:
-    """What `doctor` tells about CUDA: driver_version, devices (name, arch, memory in bytes), error ("" when fine)."""
+    """What `doctor` tells about CUDA: driver_version, devices (name, arch, memory in bytes, dependent: whether captures
+    use dependent launches), error ("" when fine)."""
     from ._driver import driver_version
 
     found: dict[str, Any] = {"driver_version": None, "devices": [], "error": ""}
@@ -91,17 +93,20 @@ def probe() -> dict[str, Any]:
             properties = api.runtime.getDeviceProperties(ordinal)
             arch = arch_of((int(properties["major"]), int(properties["minor"])))
             memory = int(properties["totalGlobalMem"])
-            found["devices"].append({"name": properties["name"].decode(), "arch": arch, "memory": memory})
+            dependent = _dependent_launches(int(properties["major"]), int(api.runtime.driverGetVersion()))
+            device = {"name": properties["name"].decode(), "arch": arch, "memory": memory, "dependent": dependent}
+            found["devices"].append(device)
     except SparkError as error:
         found["error"] = str(error)
     return found
 
 
-def _dependent_wanted() -> bool:
+def _dependent_launches(major: int, driver: int) -> bool:
+    """Whether captures use dependent launches on a device of this major capability with this driver (12090: 12.9)."""
     value = os.environ.get(_DEPENDENT, "")
     if value not in ("", "0", "1"):
         raise InvalidArgumentError(_DEPENDENT, value, "0 or 1 is needed")
-    return value != "0"
+    return value != "0" and major >= _DEPENDENT_MAJOR and driver >= _DEPENDENT_DRIVER
 
 
 def _arguments(kernel: LoadedKernel) -> tuple[Callable[..., None], bytearray, Any]:
@@ -136,7 +141,7 @@ class CudaDevice(RawDevice):
         self._load_lock = threading.Lock()
         self.activate()
         self._major, self._minor = self._attribute("ComputeCapabilityMajor"), self._attribute("ComputeCapabilityMinor")
-        self.dependent_launches = _dependent_wanted() and self._major >= 9 and self._driver_version >= _DEPENDENT_DRIVER
+        self.dependent_launches = _dependent_launches(self._major, self._driver_version)
         self.limits = device_limits(self._attribute)
         self._staging = StagingPool(self)
 

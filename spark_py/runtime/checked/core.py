@@ -214,11 +214,11 @@ class Core(GpuBackend):
             capture.memory.update(allocations)
             capture.work(stream)
 
-    def _written(self, stream: int, *allocations: Allocation) -> None:
-        """As `_queued`, of an operation that writes some of the memory."""
-        self._queued(stream, *allocations)
+    def _written(self, stream: int, written: Allocation, *others: Allocation) -> None:
+        """As `_queued`, of an operation that writes the first of the allocations."""
+        self._queued(stream, written, *others)
         if stream in self._captures:
-            self._captures[stream].written.update(allocations)
+            self._captures[stream].written.add(written)
 
     def _drain(self) -> None:
         """Wait for everything queued on streams that do not capture, those of other libraries included."""

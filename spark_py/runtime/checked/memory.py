@@ -282,7 +282,7 @@ class MemoryOps(Core):
         if both is None:
             return
         self._device.d2d(dst.address, src.address, size, raw)
-        self._written(raw, *both)
+        self._written(raw, both[1], both[0])
         self._record("copy_d2d_async", src=src, dst=dst, nbytes=size)
 
     @queued
@@ -310,7 +310,7 @@ class MemoryOps(Core):
         if both is None:
             return
         self._device.d2d_2d(dst.address, pitches["dst_pitch"], src.address, pitches["src_pitch"], width, rows, raw)
-        self._written(raw, *both)
+        self._written(raw, both[1], both[0])
         self._record("copy_d2d_2d_async", None, src=src, dst=dst, **pitches, width=width, height=rows)
 
     def _both_ranges(
