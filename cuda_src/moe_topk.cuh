@@ -39,7 +39,6 @@ __device__ __forceinline__ float topk_sum(float value) {
 struct TopkLane {
     unsigned keys[TOPK_PER_LANE];
     unsigned chosen;  // in lane i < k: the i-th largest key of all
-    unsigned first;   // in every lane: the largest
 
     __device__ __forceinline__ void load(const __nv_bfloat16* logits, unsigned experts) {
 #pragma unroll
@@ -74,10 +73,8 @@ struct TopkLane {
     __device__ __forceinline__ void select(unsigned k) {
         sort();
         chosen = 0u;
-        first = 0u;
         for (unsigned slot = 0u; slot < k; ++slot) {
             const unsigned best = __reduce_max_sync(SPARK_FULL_MASK, keys[0]);
-            first = slot == 0u ? best : first;
             chosen = slot == threadIdx.x % SPARK_WARP ? best : chosen;
             const bool mine = keys[0] == best;  // of one lane: keys differ
 #pragma unroll
@@ -89,31 +86,35 @@ struct TopkLane {
     }
 };
 
-// One token, by a whole warp. weight = exp(l - max) / (sum of exp(l - max) over all experts), each lane adding its experts
-// in ascending order; with `normalize` divided by the sum of the k weights on top of that. k <= min(32, E), E <= 512.
-// `copy`, where there is one, gets the indices too, 32 of them of which the first k are right.
-__device__ __forceinline__ void topk_softmax(const __nv_bfloat16* logits, unsigned* indices, float* weights,
-                                             unsigned experts, unsigned k, bool normalize, unsigned* copy = nullptr) {
+// A lane's weight: exp(l - max) / (sum of exp(l - max) over all experts), each lane adding its experts in ascending order;
+// with `normalize` divided by the sum of the k weights on top of that. `terms` are as they were loaded, `chosen` the
+// logits of the chosen experts, the largest first. 0 in lanes from k on.
+__device__ __forceinline__ float topk_weight(const TopkLane& terms, float chosen, unsigned experts, unsigned k,
+                                             bool normalize) {
     const unsigned lane = threadIdx.x % SPARK_WARP;
-    TopkLane mine;
-    mine.load(logits, experts);
-    mine.select(k);
-    if (copy != nullptr) {
-        copy[lane] = topk_expert(mine.chosen);
-    }
-    TopkLane terms;
-    terms.load(logits, experts);  // once more, in the order of experts: registers are dearer than the cache
-    const float top = topk_value(mine.first);
+    const float top = __shfl_sync(SPARK_FULL_MASK, chosen, 0);
     float sum = 0.0f;
 #pragma unroll
     for (unsigned i = 0u; i < TOPK_PER_LANE; ++i) {
         sum += lane + i * SPARK_WARP < experts ? __expf(topk_value(terms.keys[i]) - top) : 0.0f;
     }
     sum = topk_sum(sum);
-    float weight = lane < k ? __expf(topk_value(mine.chosen) - top) / sum : 0.0f;
+    float weight = lane < k ? __expf(chosen - top) / sum : 0.0f;
     if (normalize) {
         weight = weight / topk_sum(weight);
     }
+    return weight;
+}
+
+// One token, by a whole warp. k <= min(32, E), E <= 512.
+__device__ __forceinline__ void topk_softmax(const __nv_bfloat16* logits, unsigned* indices, float* weights,
+                                             unsigned experts, unsigned k, bool normalize) {
+    const unsigned lane = threadIdx.x % SPARK_WARP;
+    TopkLane mine;
+    mine.load(logits, experts);
+    const TopkLane terms = mine;
+    mine.select(k);
+    const float weight = topk_weight(terms, topk_value(mine.chosen), experts, k, normalize);
     if (lane < k) {
         indices[lane] = topk_expert(mine.chosen);
         weights[lane] = weight;

@@ -8,13 +8,9 @@
 #include "dense_gemv.cuh"
 #include "moe_topk.cuh"
 
-constexpr unsigned MOE_STEP_THREADS = 512u;
-constexpr unsigned MOE_STEP_WARPS = MOE_STEP_THREADS / SPARK_WARP;
 constexpr unsigned MOE_STEP_EXPERTS = TOPK_PER_LANE * SPARK_WARP;
 constexpr unsigned MOE_STEP_SLOTS = SPARK_WARP;  // chosen experts of a row, at most
 constexpr unsigned MOE_GATE_WARPS = 8u;
-
-static_assert(MOE_STEP_EXPERTS <= MOE_STEP_THREADS, "a thread copies one entry of each table");
 
 typedef unsigned long long moe_address;
 
@@ -32,6 +28,34 @@ __device__ __forceinline__ float moe_halves_sum(float first, float second) {
     return sum + __shfl_xor_sync(SPARK_FULL_MASK, sum, 16);
 }
 
+// What a thread has read of a vector that THREADS threads share: COUNT items at most.
+template <class Item, unsigned THREADS, unsigned COUNT>
+struct MoeShare {
+    Item items[COUNT];
+
+    __device__ __forceinline__ void read(const Item* from, unsigned count, unsigned first) {
+#pragma unroll
+        for (unsigned i = 0u; i < COUNT; ++i) {
+            const unsigned at = first + threadIdx.x + i * THREADS;
+            if (at < count) {
+                items[i] = from[at];
+            }
+        }
+    }
+
+    // put(index, item) for each of them.
+    template <class Put>
+    __device__ __forceinline__ void write(unsigned count, unsigned first, const Put& put) const {
+#pragma unroll
+        for (unsigned i = 0u; i < COUNT; ++i) {
+            const unsigned at = first + threadIdx.x + i * THREADS;
+            if (at < count) {
+                put(at, items[i]);
+            }
+        }
+    }
+};
+
 // silu(gate) * up of BF16 numbers, in FP32.
 __device__ __forceinline__ float moe_gated(float gate, float up) {
     return gate * (1.0f / (1.0f + __expf(-gate))) * up;
@@ -40,16 +64,17 @@ __device__ __forceinline__ float moe_gated(float gate, float up) {
 __device__ __forceinline__ float moe_rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
 // The chosen experts of a row, by one warp: `ids` gets 32, of which the first top_k are right. Block 0 of the row stores
-// them with their weights. Logits and results are the row's.
+// them, and their logits. Logits and results are the row's.
 __device__ __forceinline__ void moe_route(const __nv_bfloat16* logits, unsigned* ids, unsigned* expert_indices,
-                                          float* expert_weights, unsigned num_experts, unsigned top_k, bool normalize) {
-    if (blockIdx.x == 0u) {
-        topk_softmax(logits, expert_indices, expert_weights, num_experts, top_k, normalize, ids);
-    } else {
-        TopkLane mine;
-        mine.load(logits, num_experts);
-        mine.select(top_k);
-        ids[threadIdx.x % SPARK_WARP] = topk_expert(mine.chosen);
+                                          float* expert_logits, unsigned num_experts, unsigned top_k) {
+    const unsigned lane = threadIdx.x % SPARK_WARP;
+    TopkLane mine;
+    mine.load(logits, num_experts);
+    mine.select(top_k);
+    ids[lane] = topk_expert(mine.chosen);
+    if (blockIdx.x == 0u && lane < top_k) {
+        expert_indices[lane] = topk_expert(mine.chosen);
+        expert_logits[lane] = topk_value(mine.chosen);
     }
 }
 

@@ -10,8 +10,8 @@
 #include "spark_moe_step.cuh"
 
 constexpr unsigned STEP_RING = 8u;
-constexpr unsigned GATE_UP_THREADS = 480u;  // each with 136 registers
-constexpr unsigned GATE_UP_WARPS = GATE_UP_THREADS / SPARK_WARP;
+constexpr unsigned STEP_THREADS = 256u;  // two blocks a multiprocessor: one starts while the kernel before has one left
+constexpr unsigned STEP_WARPS = STEP_THREADS / SPARK_WARP;
 
 extern __shared__ uint4 step_staged[];
 
@@ -57,13 +57,14 @@ struct GateUp {
 };
 
 // activation [T, top_k + 1, N] = silu(g) * u in FP32, g and u = bf16(A [T, K] . a row of gate and up), for the experts
-// that gate_logits [T, num_experts] choose, which go to expert_indices and expert_weights [T, top_k], and the shared one.
-// Grid (any, T), block 480, 2 K bytes of dynamic shared memory. K % 8 == 0; A and weights on 16-byte addresses.
-extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route_gate_up_bf16(
+// that gate_logits [T, num_experts] choose, and for the shared one. Those experts and their logits, the largest first, go
+// to expert_indices and expert_logits [T, top_k].
+// Grid (any, T), block 256, 2 K bytes of dynamic shared memory. K % 8 == 0; A and weights on 16-byte addresses.
+extern "C" __global__ void __launch_bounds__(STEP_THREADS, 2) spark_moe_route_gate_up_bf16(
     const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const unsigned long long* gate_weight_ptrs,
-    const unsigned long long* up_weight_ptrs, unsigned int* expert_indices, float* expert_weights,
+    const unsigned long long* up_weight_ptrs, unsigned int* expert_indices, float* expert_logits,
     const __nv_bfloat16* sh_gate_weight, const __nv_bfloat16* sh_up_weight, float* activation, unsigned int N,
-    unsigned int K, unsigned int num_experts, unsigned int top_k, unsigned int normalize) {
+    unsigned int K, unsigned int num_experts, unsigned int top_k) {
     __shared__ moe_address gates[MOE_STEP_EXPERTS];
     __shared__ moe_address ups[MOE_STEP_EXPERTS];
     __shared__ unsigned ids[MOE_STEP_SLOTS];
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route
     spark_let_next_start();
     const unsigned chunks = K / SPARK_DOT_CHUNK;
     const unsigned tasks = (top_k + 1u) * N;
-    const unsigned stride = gridDim.x * GATE_UP_WARPS;
+    const unsigned stride = gridDim.x * STEP_WARPS;
     // Outputs of the shared expert come first.
     unsigned task = blockIdx.x + gridDim.x * warp;
 
@@ -81,27 +82,32 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route
     const moe_address shared_up = reinterpret_cast<moe_address>(sh_up_weight);
     GateUp weights;
     weights.here = false;
-    const bool routes = warp == GATE_UP_WARPS - 1u;
+    const bool routes = warp == STEP_WARPS - 1u;
     const bool early = task < N && !routes;
     if (!routes) {
-        constexpr unsigned OTHERS = GATE_UP_THREADS - SPARK_WARP;
+        constexpr unsigned OTHERS = STEP_THREADS - SPARK_WARP;
+        constexpr unsigned TURNS = (MOE_STEP_EXPERTS + OTHERS - 1u) / OTHERS;
         if (early) {
             weights.enter(shared_gate, shared_up, task, chunks);
             weights.fill(chunks);
         }
-        for (unsigned e = threadIdx.x; e < num_experts; e += OTHERS) {
-            gates[e] = gate_weight_ptrs[e];
-            ups[e] = up_weight_ptrs[e];
-        }
+        MoeShare<moe_address, OTHERS, TURNS> gate_entries;
+        MoeShare<moe_address, OTHERS, TURNS> up_entries;
+        gate_entries.read(gate_weight_ptrs, num_experts, 0u);
+        up_entries.read(up_weight_ptrs, num_experts, 0u);
         spark_wait_for_previous();
         const uint4* x = reinterpret_cast<const uint4*>(A + row * K);
-        for (unsigned c = threadIdx.x; c < chunks; c += OTHERS) {
-            step_staged[c] = x[c];
+        for (unsigned first = 0u; first < chunks; first += 2u * OTHERS) {
+            MoeShare<uint4, OTHERS, 2u> some;
+            some.read(x, chunks, first);
+            some.write(chunks, first, [](unsigned at, const uint4& chunk) { step_staged[at] = chunk; });
         }
+        gate_entries.write(num_experts, 0u, [&](unsigned at, moe_address entry) { gates[at] = entry; });
+        up_entries.write(num_experts, 0u, [&](unsigned at, moe_address entry) { ups[at] = entry; });
     } else {
         spark_wait_for_previous();
-        moe_route(gate_logits + row * num_experts, ids, expert_indices + row * top_k, expert_weights + row * top_k,
-                  num_experts, top_k, normalize != 0u);
+        moe_route(gate_logits + row * num_experts, ids, expert_indices + row * top_k, expert_logits + row * top_k,
+                  num_experts, top_k);
     }
     __syncthreads();
 
@@ -161,22 +167,27 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_THREADS, 1) spark_moe_route
     }
 }
 
-// output [T, N] = bf16(sum over slots e of expert_weights[e] * bf16(activation[e] . down_e) + s * bf16(activation[top_k] .
-// shared down)), in slot order; s = sigmoid(input [T, N] . gate_weight [N]), or 1 without a gate_weight. activation FP32
-// [T, top_k + 1, K], weights [N, K]. Grid (ceil(N / 16), T), block 512, (top_k + 1) * 4 K bytes of dynamic shared memory.
+// output [T, N] = bf16(sum over slots e of p[e] * bf16(activation[e] . down_e) + s * bf16(activation[top_k] . shared down)),
+// in slot order; p: the softmax weights of the chosen experts, as topk_weight has them; s = sigmoid(input [T, N] .
+// gate_weight [N]), or 1 without a gate_weight. activation FP32 [T, top_k + 1, K], weights [N, K]. Grid (ceil(N / 8), T), block 256, (top_k + 1) * 4 K bytes of dynamic shared memory.
 // K % 8 == 0, with a gate N % 8 == 0; weights, activation, input and gate_weight on 16-byte addresses.
-extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down_blend_bf16(
-    const float* activation, const unsigned long long* weight_ptrs, const unsigned int* expert_indices,
-    const float* expert_weights, const __nv_bfloat16* sh_down_weight, const __nv_bfloat16* input,
+extern "C" __global__ void __launch_bounds__(STEP_THREADS, 2) spark_moe_down_blend_bf16(
+    const float* activation, const unsigned long long* weight_ptrs, const __nv_bfloat16* gate_logits,
+    const unsigned int* expert_indices, const float* expert_logits, const __nv_bfloat16* sh_down_weight, const __nv_bfloat16* input,
     const __nv_bfloat16* gate_weight, __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts,
-    unsigned int top_k) {
+    unsigned int top_k, unsigned int normalize) {
     __shared__ moe_address table[MOE_STEP_EXPERTS];
     __shared__ unsigned ids[MOE_STEP_SLOTS];
+    __shared__ float shares[MOE_STEP_SLOTS];
     __shared__ float gate_sums[MOE_GATE_WARPS];
+    constexpr unsigned OTHERS = STEP_THREADS - SPARK_WARP;
+    constexpr unsigned ACTIVATIONS = 7u;  // of a thread, four at a time, that are on their way at once
+    static_assert(STEP_WARPS >= MOE_GATE_WARPS, "a warp of the block for each of the sums");
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
     const size_t row = blockIdx.y;
-    const size_t n = static_cast<size_t>(blockIdx.x) * MOE_STEP_WARPS + warp;
+    const bool weighs = warp == STEP_WARPS - 1u;  // the others bring the activations
+    const size_t n = static_cast<size_t>(blockIdx.x) * STEP_WARPS + warp;
     const unsigned chunks = K / SPARK_DOT_CHUNK;
 
     // What is read next: a stripe of 64 chunks of the output's row in a slot. The shared expert's come first.
@@ -214,13 +225,25 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
             load(j);
         }
     }
-    if (threadIdx.x < num_experts) {
-        table[threadIdx.x] = weight_ptrs[threadIdx.x];
-    }
+    MoeShare<moe_address, STEP_THREADS, (MOE_STEP_EXPERTS + STEP_THREADS - 1u) / STEP_THREADS> entries;
+    entries.read(weight_ptrs, num_experts, 0u);
     spark_wait_for_previous();
     if (threadIdx.x < top_k) {
         ids[threadIdx.x] = expert_indices[row * top_k + threadIdx.x];
     }
+    // The first activations, and what the experts' weights need, are on their way while the block waits for the indices.
+    const float4* act = reinterpret_cast<const float4*>(activation + row * (top_k + 1u) * K);
+    const unsigned quarters = (top_k + 1u) * 2u * chunks;
+    MoeShare<float4, OTHERS, ACTIVATIONS> some;
+    TopkLane terms;
+    float chosen = 0.0f;
+    if (weighs) {
+        terms.load(gate_logits + row * num_experts, num_experts);
+        chosen = lane < top_k ? expert_logits[row * top_k + lane] : 0.0f;
+    } else {
+        some.read(act, quarters, 0u);
+    }
+    entries.write(num_experts, 0u, [&](unsigned at, moe_address entry) { table[at] = entry; });
     __syncthreads();
 #pragma unroll
     for (unsigned j = 0u; j < STEP_RING; ++j) {
@@ -231,13 +254,24 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
 
     // The halves of a slot's chunks lie apart, so that neighbouring lanes read neighbouring words.
     float4* staged = reinterpret_cast<float4*>(step_staged);
-    const float4* act = reinterpret_cast<const float4*>(activation + row * (top_k + 1u) * K);
-    for (unsigned i = threadIdx.x; i < (top_k + 1u) * 2u * chunks; i += MOE_STEP_THREADS) {
-        const unsigned slot = i / (2u * chunks);
-        const unsigned at = i % (2u * chunks);
-        staged[(2u * slot + at % 2u) * chunks + at / 2u] = act[i];
+    if (weighs) {
+        const float weight = topk_weight(terms, chosen, num_experts, top_k, normalize != 0u);
+        if (lane < top_k) {
+            shares[lane] = weight;
+        }
     }
-    const float share = lane < top_k ? expert_weights[row * top_k + lane] : 0.0f;
+    for (unsigned first = 0u; !weighs;) {
+        some.write(quarters, first, [&](unsigned at, const float4& four) {
+            const unsigned slot = at / (2u * chunks);
+            const unsigned within = at % (2u * chunks);
+            staged[(2u * slot + within % 2u) * chunks + within / 2u] = four;
+        });
+        first += ACTIVATIONS * OTHERS;
+        if (first >= quarters) {
+            break;
+        }
+        some.read(act, quarters, first);
+    }
     const bool gated = gate_weight != nullptr;
     if (gated) {
         moe_gate_sums(gate_sums, input + row * N, gate_weight, N);
@@ -274,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
                 if (now == 0u) {
                     shared = result;
                 } else {
-                    total = total + __shfl_sync(SPARK_FULL_MASK, share, static_cast<int>(slot)) * result;
+                    total = total + shares[slot] * result;
                 }
                 sums[0] = 0.0f;
                 sums[1] = 0.0f;

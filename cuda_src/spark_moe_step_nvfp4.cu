@@ -18,6 +18,10 @@
 #include "spark_fp8.cuh"
 #include "spark_moe_step.cuh"
 
+constexpr unsigned FP4_GATE_UP_THREADS = 256u;  // two blocks a multiprocessor
+constexpr unsigned FP4_GATE_UP_WARPS = FP4_GATE_UP_THREADS / SPARK_WARP;
+constexpr unsigned FP4_DOWN_THREADS = 512u;
+constexpr unsigned FP4_DOWN_WARPS = FP4_DOWN_THREADS / SPARK_WARP;
 constexpr unsigned FP4_SLICE = 128u;  // k
 constexpr unsigned FP4_BLOCKS = 8u;   // of 16 k in a slice
 constexpr unsigned FP4_ROWS = 16u;    // of weights
@@ -61,12 +65,22 @@ struct Fp4Columns {
     // Whether the lane has a column of its own, that of block lane / 4.
     static __device__ __forceinline__ bool mine() { return threadIdx.x % SPARK_WARP / 8u == threadIdx.x % 4u; }
 
-    __device__ __forceinline__ void set(const unsigned (&words)[8]) {
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (unsigned i = 0u; i < 8u; ++i) {
+            even[i] = 0u;
+            odd[i] = 0u;
+        }
+    }
+
+    // The words of the lane's own column.
+    __device__ __forceinline__ void set(const uint4& low, const uint4& high) {
+        const unsigned words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         const bool first = threadIdx.x / 4u % 2u == 0u;
 #pragma unroll
         for (unsigned i = 0u; i < 8u; ++i) {
-            even[i] = mine() && first ? words[i] : 0u;
-            odd[i] = mine() && !first ? words[i] : 0u;
+            even[i] = first ? words[i] : 0u;
+            odd[i] = first ? 0u : words[i];
         }
     }
 };
@@ -75,6 +89,15 @@ __device__ __forceinline__ unsigned fp4_times(unsigned a, unsigned b) {
     const __nv_bfloat162 product =
         __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
     return *reinterpret_cast<const unsigned*>(&product);
+}
+
+// Eight BF16, raised, as words of elements i and i + 4.
+__device__ __forceinline__ uint4 fp4_raised(const uint4& eight) {
+    constexpr unsigned TWICE = 0x57805780u;  // FP4_RAISED
+    return make_uint4(fp4_times(__byte_perm(eight.x, eight.z, 0x5410u), TWICE),
+                      fp4_times(__byte_perm(eight.x, eight.z, 0x7632u), TWICE),
+                      fp4_times(__byte_perm(eight.y, eight.w, 0x5410u), TWICE),
+                      fp4_times(__byte_perm(eight.y, eight.w, 0x7632u), TWICE));
 }
 
 // sums += the piece's steps with each of the parts that x is the sum of.
@@ -111,22 +134,23 @@ __device__ __forceinline__ void fp4_reduce(const float (&sums)[4], const Fp4Piec
 }
 
 // activation [T, top_k + 1, N] = silu(g) * u in FP32, g and u = A [T, K] . a row of gate and up, for the experts that
-// gate_logits [T, num_experts] choose, which go to expert_indices and expert_weights [T, top_k], and for the shared one.
-// Grid (any with at most 16 tiles of 8 outputs a block, T), block 512. K % 32 == 0; A and codes on 16-byte addresses,
-// scales on even ones.
-extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_route_gate_up_nvfp4(
+// gate_logits [T, num_experts] choose, and for the shared one. Those experts and their logits, the largest first, go to
+// expert_indices and expert_logits [T, top_k]. Grid (any with at most 16 tiles of 8 outputs a block, T), block 256, 2 K
+// bytes of dynamic shared memory. K % 32 == 0; A and codes on 16-byte addresses, scales on even ones.
+extern "C" __global__ void __launch_bounds__(FP4_GATE_UP_THREADS, 2) spark_moe_route_gate_up_nvfp4(
     const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const unsigned long long* gate_packed_ptrs,
     const unsigned long long* gate_scale_ptrs, const float* gate_scale2_vals, const unsigned long long* up_packed_ptrs,
-    const unsigned long long* up_scale_ptrs, const float* up_scale2_vals, unsigned int* expert_indices, float* expert_weights,
+    const unsigned long long* up_scale_ptrs, const float* up_scale2_vals, unsigned int* expert_indices, float* expert_logits,
+   
     const unsigned char* sh_gate_packed, const unsigned char* sh_gate_scale, float sh_gate_s2,
     const unsigned char* sh_up_packed, const unsigned char* sh_up_scale, float sh_up_s2, float* activation,
-    unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k, unsigned int normalize) {
+    unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k) {
     constexpr unsigned OUTPUTS = FP4_ROWS / 2u;  // of a tile: rows g are gate's, rows g + 8 up's
     __shared__ Fp4Weights gates[MOE_STEP_EXPERTS];
     __shared__ Fp4Weights ups[MOE_STEP_EXPERTS];
     __shared__ unsigned ids[MOE_STEP_SLOTS];
     __shared__ float factors[FP4_TILES][2];
-    __shared__ float sums[FP4_TILES][MOE_STEP_WARPS][FP4_ROWS];
+    __shared__ float sums[FP4_TILES][FP4_GATE_UP_WARPS][FP4_ROWS];
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
     const unsigned g = lane / 4u;
@@ -160,51 +184,40 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_rout
             ahead += 1u;
             if (ahead == tiles) {
                 ahead = 0u;
-                ahead_slice += MOE_STEP_WARPS;
+                ahead_slice += FP4_GATE_UP_WARPS;
             }
         }
     };
 
-    const bool routes = warp == MOE_STEP_WARPS - 1u;
+    const bool routes = warp == FP4_GATE_UP_WARPS - 1u;
     const bool early = !routes && blockIdx.x < slot_tiles;
     if (!routes) {
+        constexpr unsigned OTHERS = FP4_GATE_UP_THREADS - SPARK_WARP;
+        constexpr unsigned TURNS = (MOE_STEP_EXPERTS + OTHERS - 1u) / OTHERS;
         if (early) {
             load(0u);
         }
-        for (unsigned e = threadIdx.x; e < num_experts; e += MOE_STEP_THREADS - SPARK_WARP) {
-            gates[e] = {gate_packed_ptrs[e], gate_scale_ptrs[e]};
-            ups[e] = {up_packed_ptrs[e], up_scale_ptrs[e]};
-        }
+        MoeShare<moe_address, OTHERS, TURNS> entries[4];
+        entries[0].read(gate_packed_ptrs, num_experts, 0u);
+        entries[1].read(gate_scale_ptrs, num_experts, 0u);
+        entries[2].read(up_packed_ptrs, num_experts, 0u);
+        entries[3].read(up_scale_ptrs, num_experts, 0u);
         spark_wait_for_previous();
+        const uint4* x = reinterpret_cast<const uint4*>(A + row * K);
+        for (unsigned first = 0u; first < K / 8u; first += 2u * OTHERS) {
+            MoeShare<uint4, OTHERS, 2u> some;
+            some.read(x, K / 8u, first);
+            some.write(K / 8u, first, [](unsigned at, const uint4& eight) { fp4_staged[at] = fp4_raised(eight); });
+        }
+        entries[0].write(num_experts, 0u, [&](unsigned at, moe_address entry) { gates[at].codes = entry; });
+        entries[1].write(num_experts, 0u, [&](unsigned at, moe_address entry) { gates[at].scales = entry; });
+        entries[2].write(num_experts, 0u, [&](unsigned at, moe_address entry) { ups[at].codes = entry; });
+        entries[3].write(num_experts, 0u, [&](unsigned at, moe_address entry) { ups[at].scales = entry; });
     } else {
         spark_wait_for_previous();
-        moe_route(gate_logits + row * num_experts, ids, expert_indices + row * top_k, expert_weights + row * top_k,
-                  num_experts, top_k, normalize != 0u);
+        moe_route(gate_logits + row * num_experts, ids, expert_indices + row * top_k, expert_logits + row * top_k,
+                  num_experts, top_k);
     }
-    Fp4Columns columns[1];
-    const auto read_x = [&](unsigned slice) {
-        const unsigned k = slice * FP4_SLICE + 16u * g;
-        uint4 low = make_uint4(0u, 0u, 0u, 0u);
-        uint4 high = make_uint4(0u, 0u, 0u, 0u);
-        if (Fp4Columns::mine() && k < K) {
-            const uint4* x = reinterpret_cast<const uint4*>(A + row * K + k);
-            low = x[0];
-            high = x[1];
-        }
-        constexpr unsigned RAISED = 0x57805780u;  // FP4_RAISED twice
-        const unsigned words[8] = {
-            __byte_perm(low.x, low.z, 0x5410u),   __byte_perm(low.x, low.z, 0x7632u),
-            __byte_perm(low.y, low.w, 0x5410u),   __byte_perm(low.y, low.w, 0x7632u),
-            __byte_perm(high.x, high.z, 0x5410u), __byte_perm(high.x, high.z, 0x7632u),
-            __byte_perm(high.y, high.w, 0x5410u), __byte_perm(high.y, high.w, 0x7632u)};
-        unsigned raised[8];
-#pragma unroll
-        for (unsigned i = 0u; i < 8u; ++i) {
-            raised[i] = fp4_times(words[i], RAISED);
-        }
-        columns[0].set(raised);
-    };
-    read_x(warp);
     __syncthreads();
 
 #pragma unroll
@@ -213,6 +226,16 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_rout
             load(j);
         }
     }
+    Fp4Columns columns[1];
+    const auto read_x = [&](unsigned slice) {
+        const unsigned block = slice * FP4_BLOCKS + g;
+        if (Fp4Columns::mine() && block < K / 16u) {
+            columns[0].set(fp4_staged[2u * block], fp4_staged[2u * block + 1u]);
+        } else {
+            columns[0].clear();
+        }
+    };
+    read_x(warp);
     if (threadIdx.x < 2u * tiles) {
         const unsigned turn = (blockIdx.x + threadIdx.x / 2u * gridDim.x) / slot_tiles;
         const bool up = threadIdx.x % 2u != 0u;
@@ -245,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_rout
             tile += 1u;
             if (tile == tiles) {
                 tile = 0u;
-                slice += MOE_STEP_WARPS;
+                slice += FP4_GATE_UP_WARPS;
                 if (slice < slices) {
                     read_x(slice);
                 }
@@ -254,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_rout
     }
     __syncthreads();
 
-    const unsigned adders = slices < MOE_STEP_WARPS ? slices : MOE_STEP_WARPS;
+    const unsigned adders = slices < FP4_GATE_UP_WARPS ? slices : FP4_GATE_UP_WARPS;
     if (threadIdx.x < tiles * OUTPUTS) {
         const unsigned at = threadIdx.x / OUTPUTS;
         const unsigned o = threadIdx.x % OUTPUTS;
@@ -275,27 +298,38 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_rout
     }
 }
 
-// output [T, N] = bf16(sum over slots e of expert_weights[e] * (activation[e] . down_e) + s * (activation[top_k] . shared
-// down)); s = sigmoid(input [T, N] . gate_weight [N]), or 1 without a gate_weight. activation FP32 [T, top_k + 1, K], which
+// Two activations, raised, as the sum of two BF16 each.
+__device__ __forceinline__ void fp4_split(float low, float high, unsigned& upper, unsigned& rest) {
+    const float raised[2] = {low * FP4_RAISED, high * FP4_RAISED};
+    upper = spark_pack(raised[0], raised[1]);
+    rest = spark_pack(raised[0] - spark_low(upper), raised[1] - spark_high(upper));
+}
+
+// output [T, N] = bf16(sum over slots e of p[e] * (activation[e] . down_e) + s * (activation[top_k] . shared down)); p: the
+// softmax weights of the chosen experts, as topk_weight has them; s = sigmoid(input [T, N] . gate_weight [N]), or 1 without a gate_weight. activation FP32 [T, top_k + 1, K], which
 // goes as the sum of two BF16 through the steps. Grid (ceil(N / 16), T), block 512, 512 bytes of dynamic shared memory for
 // each of the slots' slices. K % 32 == 0, with a gate N % 8 == 0; codes, input and gate_weight on 16-byte addresses,
 // scales on even ones.
-extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down_blend_nvfp4(
+extern "C" __global__ void __launch_bounds__(FP4_DOWN_THREADS, 1) spark_moe_down_blend_nvfp4(
     const float* activation, const unsigned long long* packed_ptrs, const unsigned long long* scale_ptrs, const float* scale2_vals,
-    const unsigned int* expert_indices, const float* expert_weights, const unsigned char* sh_down_packed,
+    const __nv_bfloat16* gate_logits, const unsigned int* expert_indices, const float* expert_logits, const unsigned char* sh_down_packed,
     const unsigned char* sh_down_scale, float sh_down_s2, const __nv_bfloat16* input, const __nv_bfloat16* gate_weight,
-    __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k) {
+    __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k,
+    unsigned int normalize) {
     __shared__ Fp4Weights table[MOE_STEP_EXPERTS];
     __shared__ unsigned ids[MOE_STEP_SLOTS];
     __shared__ float shares[MOE_STEP_SLOTS];
     __shared__ float gate_sums[MOE_GATE_WARPS];
-    __shared__ float routed_sums[MOE_STEP_WARPS][FP4_ROWS];
-    __shared__ float shared_sums[MOE_STEP_WARPS][FP4_ROWS];
+    __shared__ float routed_sums[FP4_DOWN_WARPS][FP4_ROWS];
+    __shared__ float shared_sums[FP4_DOWN_WARPS][FP4_ROWS];
+    constexpr unsigned OTHERS = FP4_DOWN_THREADS - SPARK_WARP;
+    constexpr unsigned EIGHTS = 2u;  // of activations of a thread that are on their way at once
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
     const unsigned g = lane / 4u;
     const size_t row = blockIdx.y;
     const unsigned first = blockIdx.x * FP4_ROWS;
+    const bool weighs = warp == FP4_DOWN_WARPS - 1u;  // the others bring the activations
     spark_let_next_start();
 
     // Unit u is slice u % slices of turn u / slices; the shared expert has turn 0, slot e turn e + 1.
@@ -314,20 +348,28 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
                 const unsigned n = first + g + 8u * i;
                 ring[j].load(i, weights, n < N ? n : N - 1u, ahead % slices, K);
             }
-            ahead += MOE_STEP_WARPS;
+            ahead += FP4_DOWN_WARPS;
         }
     };
     const bool early = warp < slices;
     if (early) {
         load(0u);
     }
-    if (threadIdx.x < num_experts) {
-        table[threadIdx.x] = {packed_ptrs[threadIdx.x], scale_ptrs[threadIdx.x]};
-    }
+    MoeShare<moe_address, FP4_DOWN_THREADS, 1u> entries[2];
+    entries[0].read(packed_ptrs, num_experts, 0u);
+    entries[1].read(scale_ptrs, num_experts, 0u);
     spark_wait_for_previous();
     if (threadIdx.x < top_k) {
         ids[threadIdx.x] = expert_indices[row * top_k + threadIdx.x];
     }
+    TopkLane terms;
+    float chosen = 0.0f;
+    if (weighs) {
+        terms.load(gate_logits + row * num_experts, num_experts);
+        chosen = lane < top_k ? expert_logits[row * top_k + lane] : 0.0f;
+    }
+    entries[0].write(num_experts, 0u, [&](unsigned at, moe_address entry) { table[at].codes = entry; });
+    entries[1].write(num_experts, 0u, [&](unsigned at, moe_address entry) { table[at].scales = entry; });
     __syncthreads();
 #pragma unroll
     for (unsigned j = 0u; j < FP4_DOWN_RING; ++j) {
@@ -335,30 +377,52 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
             load(j);
         }
     }
-    if (threadIdx.x < top_k) {
-        const unsigned id = ids[threadIdx.x];
-        const float share = expert_weights[row * top_k + threadIdx.x];
-        // The factor of an expert that is elsewhere may be anything.
-        shares[threadIdx.x] = share * (table[id].codes != 0u ? scale2_vals[id] * FP4_LOWERED : 0.0f);
-    }
 
-    // A block's words: eight of the upper parts of its activations, in the order of Fp4Columns, then eight of the rest.
-    unsigned* words = reinterpret_cast<unsigned*>(fp4_staged);
-    const float* act = activation + row * (top_k + 1u) * K;
-    const unsigned slot_words = slices * FP4_BLOCKS * 8u;
-    for (unsigned i = threadIdx.x; i < (top_k + 1u) * slot_words; i += MOE_STEP_THREADS) {
-        const unsigned slot = i / slot_words;
-        const unsigned k = i % slot_words / 4u * 8u + i % 4u;
-        float low = 0.0f;
-        float high = 0.0f;
-        if (k < K) {
-            low = act[slot * K + k] * FP4_RAISED;
-            high = act[slot * K + k + 4u] * FP4_RAISED;
+    // Of a block of 16 activations, what one BF16 has of each, in the order of Fp4Columns, and behind it the rest.
+    if (weighs) {
+        // The factor of an expert that is elsewhere may be anything.
+        float factor = 0.0f;
+        if (lane < top_k && table[ids[lane]].codes != 0u) {
+            factor = scale2_vals[ids[lane]] * FP4_LOWERED;
         }
-        const unsigned upper = spark_pack(low, high);
-        unsigned* to = words + i / 8u * 16u + i % 8u;
-        to[0] = upper;
-        to[8] = spark_pack(low - spark_low(upper), high - spark_high(upper));
+        const float weight = topk_weight(terms, chosen, num_experts, top_k, normalize != 0u);
+        if (lane < top_k) {
+            shares[lane] = weight * factor;
+        }
+    } else {
+        const float4* act = reinterpret_cast<const float4*>(activation + row * (top_k + 1u) * K);
+        const unsigned slot_eights = slices * FP4_BLOCKS * 2u;
+        const unsigned eights = (top_k + 1u) * slot_eights;
+        for (unsigned begin = threadIdx.x; begin < eights; begin += EIGHTS * OTHERS) {
+            float4 low[EIGHTS];
+            float4 high[EIGHTS];
+#pragma unroll
+            for (unsigned i = 0u; i < EIGHTS; ++i) {
+                const unsigned at = begin + i * OTHERS;
+                const unsigned k = at % slot_eights * 8u;
+                low[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                high[i] = low[i];
+                if (at < eights && k < K) {
+                    const float4* from = act + (at / slot_eights * K + k) / 4u;
+                    low[i] = from[0];
+                    high[i] = from[1];
+                }
+            }
+#pragma unroll
+            for (unsigned i = 0u; i < EIGHTS; ++i) {
+                const unsigned at = begin + i * OTHERS;
+                if (at < eights) {
+                    uint4 upper;
+                    uint4 rest;
+                    fp4_split(low[i].x, high[i].x, upper.x, rest.x);
+                    fp4_split(low[i].y, high[i].y, upper.y, rest.y);
+                    fp4_split(low[i].z, high[i].z, upper.z, rest.z);
+                    fp4_split(low[i].w, high[i].w, upper.w, rest.w);
+                    fp4_staged[at / 2u * 4u + at % 2u] = upper;
+                    fp4_staged[at / 2u * 4u + 2u + at % 2u] = rest;
+                }
+            }
+        }
     }
     const bool gated = gate_weight != nullptr;
     if (gated) {
@@ -380,9 +444,11 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
 #pragma unroll
             for (unsigned part = 0u; part < 2u; ++part) {
                 const uint4* from = fp4_staged + ((slot * slices + unit % slices) * FP4_BLOCKS + g) * 4u + 2u * part;
-                const uint4 low = from[0];
-                const uint4 high = from[1];
-                columns[part].set({low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w});
+                if (Fp4Columns::mine()) {
+                    columns[part].set(from[0], from[1]);
+                } else {
+                    columns[part].clear();
+                }
             }
             float products[4] = {};
             float rows[2];
@@ -397,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
                     routed[i] = routed[i] + shares[slot] * rows[i];
                 }
             }
-            unit += MOE_STEP_WARPS;
+            unit += FP4_DOWN_WARPS;
         }
     }
     if (lane % 4u < 2u) {
@@ -412,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(MOE_STEP_THREADS, 1) spark_moe_down
         float total = 0.0f;
         float last = 0.0f;
         if (lane < FP4_ROWS) {
-            for (unsigned w = 0u; w < MOE_STEP_WARPS; ++w) {
+            for (unsigned w = 0u; w < FP4_DOWN_WARPS; ++w) {
                 total = total + routed_sums[w][lane];
                 last = last + shared_sums[w][lane];
             }

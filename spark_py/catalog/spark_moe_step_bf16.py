@@ -12,8 +12,8 @@ from .moe_shared_expert_fused_bf16 import chosen
 from .moe_topk import needs_experts
 from .spec import Call, Dim3, KernelSpec, ParamSpec, Pointee, ceil_div, pointer, table, u32
 
-GATE_UP_THREADS, THREADS, OUTPUTS = 480, 512, 16
-"""Threads of a block of either kernel, and the outputs of one of the down projection, one a warp."""
+THREADS, OUTPUTS = 256, 8
+"""Threads of a block, and the outputs of one of the down projection, one a warp."""
 
 
 def _needs(c: Call) -> None:
@@ -41,7 +41,7 @@ def _rows(c: Call) -> int:
 
 
 def _gate_up_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
-    return (c.grid[0], c.grid[1], 1), (GATE_UP_THREADS, 1, 1), 2 * c.K
+    return (c.grid[0], c.grid[1], 1), (THREADS, 1, 1), 2 * c.K
 
 
 def _down_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
@@ -52,15 +52,23 @@ def _gate_up(c: Call) -> None:
     def behind(name: str) -> Any:
         return lambda expert: c.behind(name, expert)
 
-    c.expert_indices[...], c.expert_weights[...], c.activation[...] = reference.spark_moe_route_gate_up_bf16(
+    c.expert_indices[...], c.expert_logits[...], c.activation[...] = reference.spark_moe_route_gate_up_bf16(
         c.A, c.gate_logits, behind("gate_weight_ptrs"), behind("up_weight_ptrs"), c.sh_gate_weight, c.sh_up_weight,
-        c.N, c.top_k, bool(c.normalize),
+        c.N, c.top_k,
     )  # fmt: skip
 
 
 def _down(c: Call) -> None:
     c.output[...] = reference.spark_moe_down_blend_bf16(
-        c.activation, chosen(c, "weight_ptrs"), c.expert_weights, c.sh_down_weight, c.input, c.gate_weight, c.N
+        c.activation,
+        chosen(c, "weight_ptrs"),
+        c.gate_logits,
+        c.expert_logits,
+        c.sh_down_weight,
+        c.input,
+        c.gate_weight,
+        c.N,
+        bool(c.normalize),
     )
 
 
@@ -74,7 +82,7 @@ KERNELS: tuple[KernelSpec, ...] = (
             _table("gate_weight_ptrs"),
             _table("up_weight_ptrs"),
             pointer("expert_indices", "u32", "w", lambda c: (_rows(c), c.top_k)),
-            pointer("expert_weights", "f32", "w", lambda c: (_rows(c), c.top_k)),
+            pointer("expert_logits", "f32", "w", lambda c: (_rows(c), c.top_k)),
             _shared("sh_gate_weight"),
             _shared("sh_up_weight"),
             pointer("activation", "f32", "w", lambda c: (_rows(c), c.top_k + 1, c.N)),
@@ -82,10 +90,9 @@ KERNELS: tuple[KernelSpec, ...] = (
             u32("K"),
             u32("num_experts"),
             u32("top_k"),
-            u32("normalize"),
         ),
         grid_text="(any, rows, 1)",
-        block_text="(480, 1, 1)",
+        block_text="(256, 1, 1)",
         geometry=_gate_up_geometry,
         reference=reference.spark_moe_route_gate_up_bf16,
         run=_gate_up,
@@ -99,8 +106,9 @@ KERNELS: tuple[KernelSpec, ...] = (
         params=(
             pointer("activation", "f32", "r", lambda c: (_rows(c), c.top_k + 1, c.K), align=WIDE_LOAD),
             _table("weight_ptrs"),
+            pointer("gate_logits", "bf16", "r", lambda c: (_rows(c), c.num_experts)),
             pointer("expert_indices", "u32", "r", lambda c: (_rows(c), c.top_k)),
-            pointer("expert_weights", "f32", "r", lambda c: (_rows(c), c.top_k)),
+            pointer("expert_logits", "f32", "r", lambda c: (_rows(c), c.top_k)),
             _shared("sh_down_weight"),
             pointer("input", "bf16", "r", lambda c: (_rows(c), c.N), align=WIDE_LOAD),
             pointer("gate_weight", "bf16", "r", lambda c: (c.N,), align=WIDE_LOAD, optional=True),
@@ -109,13 +117,14 @@ KERNELS: tuple[KernelSpec, ...] = (
             u32("K"),
             u32("num_experts"),
             u32("top_k"),
+            u32("normalize"),
         ),
-        grid_text="(ceil(N / 16), rows, 1)",
-        block_text="(512, 1, 1)",
+        grid_text="(ceil(N / 8), rows, 1)",
+        block_text="(256, 1, 1)",
         geometry=_down_geometry,
         reference=reference.spark_moe_down_blend_bf16,
         run=_down,
-        shared_bytes=4256,
+        shared_bytes=4384,
         optional=True,
         preconditions=_needs_blend,
     ),

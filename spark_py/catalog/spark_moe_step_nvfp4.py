@@ -13,8 +13,10 @@ from .moe_topk import needs_experts
 from .spec import Call, Dim3, KernelSpec, ParamSpec, Pointee, ceil_div, f32, pointer, table, u32
 
 CHUNK, PAIR, SLICE = 16, 2, 128
-THREADS, OUTPUTS, TILE, TILES = 512, 16, 8, 16
-"""Threads of a block, outputs of one of the down projection, and of a tile of the other, of which a block has 16."""
+GATE_UP_THREADS, TILE, TILES = 256, 8, 16
+"""Threads of a block of the gate and up projection, outputs of a tile, and tiles of a block at most."""
+DOWN_THREADS, OUTPUTS = 512, 16
+"""Of a block of the down projection."""
 
 
 def _complete(*names: str) -> Any:
@@ -72,11 +74,11 @@ def _rows(c: Call) -> int:
 
 
 def _gate_up_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
-    return (c.grid[0], c.grid[1], 1), (THREADS, 1, 1), 0
+    return (c.grid[0], c.grid[1], 1), (GATE_UP_THREADS, 1, 1), 2 * c.K
 
 
 def _down_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
-    return (ceil_div(c.N, OUTPUTS), c.grid[1], 1), (THREADS, 1, 1), 512 * (c.top_k + 1) * ceil_div(c.K, SLICE)
+    return (ceil_div(c.N, OUTPUTS), c.grid[1], 1), (DOWN_THREADS, 1, 1), 512 * (c.top_k + 1) * ceil_div(c.K, SLICE)
 
 
 def _expert(c: Call, prefix: str, expert: int) -> Nvfp4 | None:
@@ -92,16 +94,24 @@ def _alone(c: Call, prefix: str) -> Nvfp4 | None:
 
 
 def _gate_up(c: Call) -> None:
-    c.expert_indices[...], c.expert_weights[...], c.activation[...] = reference.spark_moe_route_gate_up_nvfp4(
+    c.expert_indices[...], c.expert_logits[...], c.activation[...] = reference.spark_moe_route_gate_up_nvfp4(
         c.A, c.gate_logits, lambda e: _expert(c, "gate_", e), lambda e: _expert(c, "up_", e), _alone(c, "sh_gate"),
-        _alone(c, "sh_up"), c.N, c.top_k, bool(c.normalize),
+        _alone(c, "sh_up"), c.N, c.top_k,
     )  # fmt: skip
 
 
 def _down(c: Call) -> None:
     down = [[_expert(c, "", int(e)) for e in row] for row in c.expert_indices]
     c.output[...] = reference.spark_moe_down_blend_nvfp4(
-        c.activation, down, c.expert_weights, _alone(c, "sh_down"), c.input, c.gate_weight, c.N
+        c.activation,
+        down,
+        c.gate_logits,
+        c.expert_logits,
+        _alone(c, "sh_down"),
+        c.input,
+        c.gate_weight,
+        c.N,
+        bool(c.normalize),
     )
 
 
@@ -115,7 +125,7 @@ KERNELS: tuple[KernelSpec, ...] = (
             *_tables("gate_"),
             *_tables("up_"),
             pointer("expert_indices", "u32", "w", lambda c: (_rows(c), c.top_k)),
-            pointer("expert_weights", "f32", "w", lambda c: (_rows(c), c.top_k)),
+            pointer("expert_logits", "f32", "w", lambda c: (_rows(c), c.top_k)),
             *_shared("sh_gate"),
             *_shared("sh_up"),
             pointer("activation", "f32", "w", lambda c: (_rows(c), c.top_k + 1, c.N)),
@@ -123,14 +133,13 @@ KERNELS: tuple[KernelSpec, ...] = (
             u32("K"),
             u32("num_experts"),
             u32("top_k"),
-            u32("normalize"),
         ),
         grid_text="(any for 16 tiles of 8 outputs each, rows, 1)",
-        block_text="(512, 1, 1)",
+        block_text="(256, 1, 1)",
         geometry=_gate_up_geometry,
         reference=reference.spark_moe_route_gate_up_nvfp4,
         run=_gate_up,
-        shared_bytes=33024,
+        shared_bytes=24832,
         optional=True,
         preconditions=_needs_gate_up,
     ),
@@ -138,10 +147,11 @@ KERNELS: tuple[KernelSpec, ...] = (
         module="spark_moe_step_nvfp4",
         function="spark_moe_down_blend_nvfp4",
         params=(
-            pointer("activation", "f32", "r", lambda c: (_rows(c), c.top_k + 1, c.K)),
+            pointer("activation", "f32", "r", lambda c: (_rows(c), c.top_k + 1, c.K), align=WIDE_LOAD),
             *_tables(""),
+            pointer("gate_logits", "bf16", "r", lambda c: (_rows(c), c.num_experts)),
             pointer("expert_indices", "u32", "r", lambda c: (_rows(c), c.top_k)),
-            pointer("expert_weights", "f32", "r", lambda c: (_rows(c), c.top_k)),
+            pointer("expert_logits", "f32", "r", lambda c: (_rows(c), c.top_k)),
             *_shared("sh_down"),
             pointer("input", "bf16", "r", lambda c: (_rows(c), c.N), align=WIDE_LOAD),
             pointer("gate_weight", "bf16", "r", lambda c: (c.N,), align=WIDE_LOAD, optional=True),
@@ -150,6 +160,7 @@ KERNELS: tuple[KernelSpec, ...] = (
             u32("K"),
             u32("num_experts"),
             u32("top_k"),
+            u32("normalize"),
         ),
         grid_text="(ceil(N / 16), rows, 1)",
         block_text="(512, 1, 1)",

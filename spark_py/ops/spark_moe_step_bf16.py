@@ -9,12 +9,12 @@ from ..runtime.launch import KernelLaunch, div_ceil
 from ._args import Weight, count, multiple_of, weight_ptr
 from .moe_topk import routed
 
-GATE_UP_BLOCK, DOWN_BLOCK = 480, 512
-GATE_UP_OUTPUTS, DOWN_OUTPUTS = GATE_UP_BLOCK // 32, DOWN_BLOCK // 32
+BLOCK = 256
+OUTPUTS = BLOCK // 32
 """Outputs that a block makes at a time, one a warp."""
-RESIDENT = 132
-"""Blocks of the gate and up projection of a row that run at the same time on the GPU that this was tuned on, one on
-each multiprocessor. Bits do not depend on it."""
+RESIDENT = 264
+"""Blocks of the gate and up projection of a row that run at the same time on the GPU that this was tuned on, two on
+each of 132 multiprocessors. Bits do not depend on it."""
 SHARED_LIMIT = 40960
 """Bytes of dynamic shared memory that a launch gets by itself, beside what the kernels have."""
 WHY_CHUNKS = "each row starts on a 16-byte address"
@@ -39,7 +39,7 @@ def spark_moe_route_gate_up_bf16(
     gate_weight_ptrs: DevicePtr,
     up_weight_ptrs: DevicePtr,
     expert_indices: DevicePtr,
-    expert_weights: DevicePtr,
+    expert_logits: DevicePtr,
     sh_gate_weight: Weight,
     sh_up_weight: Weight,
     activation: DevicePtr,
@@ -48,25 +48,24 @@ def spark_moe_route_gate_up_bf16(
     k: int,
     num_experts: int,
     top_k: int,
-    normalize: bool,
     stream: StreamLike,
 ) -> None:
-    """expert_indices u32 and expert_weights f32 [T, top_k] as `moe_topk_softmax` of gate_logits [T, E], and activation
-    FP32 [T, top_k + 1, n] = silu(g) * u of each chosen expert and, last, of the shared one, where g and u are those of
-    `moe_expert_gate_up_shared_bf16` of input [T, k]. Tables have E entries.
+    """expert_indices u32 [T, top_k] as `moe_topk_softmax` of gate_logits [T, E], their logits FP32 as expert_logits, and
+    activation FP32 [T, top_k + 1, n] = silu(g) * u of each chosen expert and, last, of the shared one, where g and u are
+    those of `moe_expert_gate_up_shared_bf16` of input [T, k]. Tables have E entries.
 
     k is a multiple of 8, 20480 at most; input and weights lie on 16-byte addresses; E is 512 at most, top_k 32.
     """
     routed(num_experts, top_k)
     held = _held("k", k, 2 * multiple_of("k", k, 8, WHY_CHUNKS))
     # As many blocks as give each warp the same number of outputs, as long as they all run at once.
-    blocks = min(RESIDENT, div_ceil((top_k + 1) * count("n", n), GATE_UP_OUTPUTS))
+    blocks = min(RESIDENT, div_ceil((top_k + 1) * count("n", n), OUTPUTS))
     grid = (blocks, count("rows", rows), 1)
-    launch = KernelLaunch(gpu, kernel).grid(grid).block((GATE_UP_BLOCK, 1, 1)).shared_mem(held)
+    launch = KernelLaunch(gpu, kernel).grid(grid).block((BLOCK, 1, 1)).shared_mem(held)
     launch.arg_ptr(input).arg_ptr(gate_logits).arg_ptr(gate_weight_ptrs).arg_ptr(up_weight_ptrs)
-    launch.arg_ptr(expert_indices).arg_ptr(expert_weights)
+    launch.arg_ptr(expert_indices).arg_ptr(expert_logits)
     launch.arg_ptr(weight_ptr(sh_gate_weight)).arg_ptr(weight_ptr(sh_up_weight)).arg_ptr(activation)
-    launch.arg_u32(n).arg_u32(k).arg_u32(num_experts).arg_u32(top_k).arg_u32(int(normalize)).launch(stream)
+    launch.arg_u32(n).arg_u32(k).arg_u32(num_experts).arg_u32(top_k).launch(stream)
 
 
 def spark_moe_down_blend_bf16(
@@ -74,8 +73,9 @@ def spark_moe_down_blend_bf16(
     kernel: KernelHandle,
     activation: DevicePtr,
     weight_ptrs: DevicePtr,
+    gate_logits: DevicePtr,
     expert_indices: DevicePtr,
-    expert_weights: DevicePtr,
+    expert_logits: DevicePtr,
     sh_down_weight: Weight,
     input: DevicePtr,  # noqa: A002 - the engine's name
     gate_weight: Weight,
@@ -85,21 +85,24 @@ def spark_moe_down_blend_bf16(
     k: int,
     num_experts: int,
     top_k: int,
+    normalize: bool,
     stream: StreamLike,
 ) -> None:
     """output [T, n] = `moe_weighted_sum_blend` of activation FP32 [T, top_k + 1, k] through the down weights [n, k] of
-    the chosen experts and the shared one, each product rounded to BF16; input [T, n], gate_weight [n] or NULL.
+    the chosen experts and the shared one, each product rounded to BF16, and of the weights that `moe_topk_softmax`
+    gives them; expert_indices and expert_logits are those of `spark_moe_route_gate_up_bf16` of gate_logits [T, E];
+    input [T, n], gate_weight [n] or NULL.
 
-    k is a multiple of 8, and with a gate n too; (top_k + 1) * k is 10240 at most; all but the indices and weights of
-    experts lie on 16-byte addresses. The table has E entries.
+    k is a multiple of 8, and with a gate n too; (top_k + 1) * k is 10240 at most; activation, weights, input and
+    gate_weight lie on 16-byte addresses. The table has E entries.
     """
     routed(num_experts, top_k)
     held = _held("k", k, 4 * (top_k + 1) * multiple_of("k", k, 8, WHY_CHUNKS))
     gate = weight_ptr(gate_weight)
     if not gate.is_null:
         multiple_of("n", n, 8, "the gate is read 16 bytes at a time")
-    grid = (div_ceil(count("n", n), DOWN_OUTPUTS), count("rows", rows), 1)
-    launch = KernelLaunch(gpu, kernel).grid(grid).block((DOWN_BLOCK, 1, 1)).shared_mem(held)
-    launch.arg_ptr(activation).arg_ptr(weight_ptrs).arg_ptr(expert_indices).arg_ptr(expert_weights)
+    grid = (div_ceil(count("n", n), OUTPUTS), count("rows", rows), 1)
+    launch = KernelLaunch(gpu, kernel).grid(grid).block((BLOCK, 1, 1)).shared_mem(held)
+    launch.arg_ptr(activation).arg_ptr(weight_ptrs).arg_ptr(gate_logits).arg_ptr(expert_indices).arg_ptr(expert_logits)
     launch.arg_ptr(weight_ptr(sh_down_weight)).arg_ptr(input).arg_ptr(gate).arg_ptr(output)
-    launch.arg_u32(n).arg_u32(k).arg_u32(num_experts).arg_u32(top_k).launch(stream)
+    launch.arg_u32(n).arg_u32(k).arg_u32(num_experts).arg_u32(top_k).arg_u32(int(normalize)).launch(stream)

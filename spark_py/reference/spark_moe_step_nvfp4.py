@@ -9,8 +9,9 @@ import numpy as np
 
 from ._bf16 import Bf16Array, F32Array, U32Array, sigmoid, to_bf16, to_f32
 from .moe_shared_expert_fused import Nvfp4
-from .moe_topk import moe_topk_softmax
+from .moe_topk import softmax_weights
 from .moe_weighted_sum_blend import gate_logit
+from .spark_moe_step_bf16 import chosen
 from .w4a16_gemv import CHUNK, E4M3, codes
 
 SLICE = 128
@@ -47,37 +48,39 @@ def spark_moe_route_gate_up_nvfp4(
     sh_up: Nvfp4 | None,
     n: int,
     top_k: int,
-    normalize: bool,
 ) -> tuple[U32Array, F32Array, F32Array]:
-    """(indices [T, k], weights [T, k], activation FP32 [T, k + 1, N]) of x [T, K] and router logits [T, E].
+    """(indices [T, k], chosen logits FP32 [T, k], activation FP32 [T, k + 1, N]) of x [T, K] and router logits [T, E].
 
-    Indices and weights are those of `moe_topk_softmax`. Activation = silu(g) * u of FP32 sums g and u; the shared
+    Indices are those of `moe_topk_softmax`. Activation = silu(g) * u of FP32 sums g and u; the shared
     expert's comes last. `gate(e)` and `up(e)` are the weights of expert e; where there are none, zeros. K % 32 == 0.
     """
-    indices, weights = moe_topk_softmax(logits, top_k, normalize)
+    indices, best = chosen(logits, top_k)
     with np.errstate(all="ignore"):
         activation = np.stack(
             [
-                [*(_activation(row, gate(int(e)), up(int(e)), n) for e in chosen), _activation(row, sh_gate, sh_up, n)]
-                for row, chosen in zip(to_f32(x), indices, strict=True)
+                [*(_activation(row, gate(int(e)), up(int(e)), n) for e in experts), _activation(row, sh_gate, sh_up, n)]
+                for row, experts in zip(to_f32(x), indices, strict=True)
             ]
         )
-    return indices, weights, activation
+    return indices, best, activation
 
 
 def spark_moe_down_blend_nvfp4(
     activation: F32Array,
     down: Sequence[Sequence[Nvfp4 | None]],
-    weights: F32Array,
+    logits: Bf16Array,
+    best: F32Array,
     sh_down: Nvfp4 | None,
     x: Bf16Array,
     gate_weight: Bf16Array | None,
     n: int,
+    normalize: bool,
 ) -> Bf16Array:
     """bf16(sum over e of w[e] * (activation[e] . down[e]) + s * (activation[k] . sh_down)) of activation FP32
-    [T, k + 1, K] and weights FP32 [T, k]: BF16 [T, N]. s = sigmoid(x . gate_weight), or 1 without a gate; x [T, N]."""
-    rows = []
+    [T, k + 1, K]: BF16 [T, N]. w: the softmax weights of the chosen logits `best` FP32 [T, k] among router logits
+    [T, E]. s = sigmoid(x . gate_weight), or 1 without a gate; x [T, N]."""
     with np.errstate(all="ignore"):
+        weights, rows = softmax_weights(to_f32(logits), best, normalize), []
         for acts, experts, shares, one in zip(activation, down, weights, x, strict=True):
             total = np.zeros(n, np.float32)
             for act, expert, share in zip(acts[:-1], experts, shares, strict=True):

@@ -15,7 +15,7 @@ def _cu(check: str, name: str, find: str, replace: str, file: str = _CU) -> Muta
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    _cu(_GATE_UP, "up is gate", "ups[e] = up_weight_ptrs[e];", "ups[e] = gate_weight_ptrs[e];"),
+    _cu(_GATE_UP, "up is gate", "up_entries.read(up_weight_ptrs,", "up_entries.read(gate_weight_ptrs,"),
     _cu(_GATE_UP, "the best expert for every slot", "weights.enter(gates[ids[slot]],", "weights.enter(gates[ids[0]],"),
     _cu(_GATE_UP, "the shared expert first", "now < N ? top_k : now / N - 1u;", "now / N;"),
     _cu(
@@ -54,11 +54,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         _GATE_UP,
-        "never normalised",
-        py=Patch(_PY, "moe_topk_softmax(logits, top_k, normalize)", "moe_topk_softmax(logits, top_k, False)"),
+        "the logits of other experts",
+        py=Patch(_PY, "np.take_along_axis(values, indices.astype(np.intp), axis=1)", "values[:, :top_k]"),
     ),
+    Mutant(
+        _DOWN,
+        "never normalised",
+        cu=Patch(_CU, "num_experts, top_k, normalize != 0u);", "num_experts, top_k, false);"),
+        py=Patch(
+            _PY, "softmax_weights(to_f32(logits), best, normalize)", "softmax_weights(to_f32(logits), best, False)"
+        ),
+    ),
+    _cu(_DOWN, "the first activations alone", "first += ACTIVATIONS * OTHERS;", "first = quarters;"),
     _cu(_DOWN, "products not rounded to BF16", "const float result = moe_rounded(", "const float result = ("),
-    _cu(_DOWN, "the first share for every slot", "static_cast<int>(slot)) * result;", "0) * result;"),
+    _cu(_DOWN, "the first share for every slot", "total + shares[slot] * result;", "total + shares[0] * result;"),
     _cu(_DOWN, "sums go on from slot to slot", "                sums[1] = 0.0f;\n", ""),
     _cu(_DOWN, "an absent expert has the weights before", "table[ids[slot]] != 0u)", "true)"),
     _cu(

@@ -16,11 +16,11 @@ def _cu(check: str, name: str, find: str, replace: str, race: bool = False) -> M
 
 MUTANTS: tuple[Mutant, ...] = (
     _cu(_GATE_UP, "scales of the two blocks swapped", "sums[2u * i] * scales[0] +", "sums[2u * i] * scales[1] +"),
-    _cu(_GATE_UP, "a block's x for its neighbour too", "even[i] = mine() && first ?", "even[i] = mine() ?"),
+    _cu(_GATE_UP, "a block's x for its neighbour too", "even[i] = first ? words[i] : 0u;", "even[i] = words[i];"),
     _cu(
         _GATE_UP,
         "one slice a warp",
-        "slice += MOE_STEP_WARPS;\n                if (slice",
+        "slice += FP4_GATE_UP_WARPS;\n                if (slice",
         "slice += slices;\n                if (slice",
     ),
     _cu(
@@ -52,9 +52,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate rounded to BF16",
         py=Patch(_PY, "g = dot(x, gate)\n", "g = to_f32(to_bf16(dot(x, gate)))\n"),
     ),
-    _cu(_DOWN, "the rest of an activation left out", "high - spark_high(upper));", "0.0f);"),
+    _cu(_DOWN, "the rest of an activation left out", "raised[1] - spark_high(upper));", "0.0f);"),
     _cu(
-        _DOWN, "elements of a block in their own order", "/ 4u * 8u + i % 4u;", "/ 4u * 8u + i % 4u / 2u * 4u + i % 2u;"
+        _DOWN,
+        "elements of a block in another order",
+        "fp4_split(low[i].y, high[i].y, upper.y",
+        "fp4_split(low[i].y, high[i].y, upper.z",
     ),
     _cu(
         _DOWN,
@@ -69,7 +72,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "routed_sums[warp][to] = lane % 4u == 0u ?",
         "routed_sums[warp][to] = lane % 4u != 0u ?",
     ),
-    _cu(_DOWN, "a factor where no weights are", "(table[id].codes != 0u ?", "(true ?"),
+    _cu(_DOWN, "a factor where no weights are", "lane < top_k && table[ids[lane]].codes != 0u", "lane < top_k"),
     Mutant(
         _DOWN,
         "the shared expert without its gate",

@@ -276,25 +276,25 @@ class MoeLayer:
         output: DevicePtr,
         m: int,
         ids: DevicePtr,
-        shares: DevicePtr,
+        chosen: DevicePtr,
         buf: BufferArena,
         stream: StreamLike,
     ) -> None:
-        """All behind the router's product in two launches."""
+        """All behind the router's product in two launches; `chosen` gets the logits of the experts `ids`."""
         gpu, h, k, inter, experts = self.gpu, self.h, self.top_k, self.inter, self.num_experts
         step = self.format.step
         assert step is not None
         gate_up, down = self._step_k
         shared = self.weights.shared_expert if self.shared_inter else None
         sh_gate, sh_up, sh_down = (shared and getattr(shared, f"{each}_proj") for each in _PROJECTIONS)
-        activation = buf.expert_down_out()
+        logits, activation = buf.gate_logits(), buf.expert_down_out()
         step.gate_up(
-            gpu, gate_up, normed, buf.gate_logits(), self._gate, self._up, ids, shares, sh_gate, sh_up, activation,
-            m, inter, h, experts, k, self.router.routing.normalize, stream,
+            gpu, gate_up, normed, logits, self._gate, self._up, ids, chosen, sh_gate, sh_up, activation,
+            m, inter, h, experts, k, stream,
         )  # fmt: skip
         step.down(
-            gpu, down, activation, self._down, ids, shares, sh_down, normed, self.weights.shared_expert_gate, output,
-            m, h, inter, experts, k, stream,
+            gpu, down, activation, self._down, logits, ids, chosen, sh_down, normed, self.weights.shared_expert_gate,
+            output, m, h, inter, experts, k, self.router.routing.normalize, stream,
         )  # fmt: skip
 
     def _experts(

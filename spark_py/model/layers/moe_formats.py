@@ -142,14 +142,14 @@ def _bf16_step_gate_up(
     gate: DevicePtr,
     up: DevicePtr,
     expert_indices: DevicePtr,
-    expert_weights: DevicePtr,
+    expert_logits: DevicePtr,
     sh_gate: DenseWeight | None,
     sh_up: DenseWeight | None,
     activation: DevicePtr,
     *sizes: Any,
 ) -> None:
     shared = (sh_gate or DevicePtr.NULL, sh_up or DevicePtr.NULL)
-    routing = (expert_indices, expert_weights)
+    routing = (expert_indices, expert_logits)
     spark_moe_route_gate_up_bf16(gpu, kernel, input, gate_logits, gate, up, *routing, *shared, activation, *sizes)
 
 
@@ -158,12 +158,13 @@ def _bf16_step_down(
     kernel: KernelHandle,
     activation: DevicePtr,
     down: DevicePtr,
+    gate_logits: DevicePtr,
     expert_indices: DevicePtr,
-    expert_weights: DevicePtr,
+    expert_logits: DevicePtr,
     sh_down: DenseWeight | None,
     *rest: Any,
 ) -> None:
-    routing = (expert_indices, expert_weights)
+    routing = (gate_logits, expert_indices, expert_logits)
     spark_moe_down_blend_bf16(gpu, kernel, activation, down, *routing, sh_down or DevicePtr.NULL, *rest)
 
 

@@ -14,8 +14,7 @@ from ..compare import f64, rounds
 from ..inputs import F32, Array, normal
 from .moe_shared_expert_fused import NVFP4
 from .moe_silu_mul import SILU_BOUND, SILU_FLOOR
-from .moe_topk import CLOSE as ROUTED
-from .moe_topk import ties
+from .moe_topk import WEIGHT_BOUND, softmax, ties
 from .moe_weighted_sum_blend import exact
 
 SHAPES = ((1, 1, 32, 1, 1, 1), (3, 9, 288, 3, 5, 3), (2, 24, 2080, 2, 33, 2), (1, 40, 2304, 3, 4, 3))
@@ -36,7 +35,6 @@ def gate_up(
         "K": size,
         "num_experts": experts,
         "top_k": k,
-        "normalize": k % 2,
     }
     for name in ("gate", "up"):
         each = [None if elsewhere and e % 2 else NVFP4.draw(rng, n, size) for e in range(experts)]
@@ -49,21 +47,24 @@ def down(
     rng: np.random.Generator, rows: int, n: int, size: int, k: int, experts: int, elsewhere: bool = False
 ) -> dict[str, Argument]:
     """Arguments of a down projection; `elsewhere` as above."""
-    shares = rng.random((rows, k))
+    logits = normal(rng, rows, experts, scale=2.0)
+    order = np.argsort(-f64(logits), axis=1, kind="stable")[:, :k]
     spread = 2.0 ** rng.integers(-6, 7, (rows, k + 1, size))
     each = [None if elsewhere and e % 2 else NVFP4.draw(rng, n, size) for e in range(experts)]
     return {
         "activation": (rng.standard_normal(spread.shape) * spread).astype(F32),
         **NVFP4.tables("", each),
         **NVFP4.shared("sh_down", None if elsewhere else NVFP4.draw(rng, n, size)),
-        "expert_indices": np.stack([rng.permutation(experts)[:k] for _ in range(rows)]).astype(np.uint32),
-        "expert_weights": (shares / shares.sum(axis=-1, keepdims=True)).astype(F32),
+        "gate_logits": logits,
+        "expert_indices": order.astype(np.uint32),
+        "expert_logits": np.take_along_axis(logits, order, axis=1).astype(F32),
         "input": normal(rng, rows, n),
         "gate_weight": None if n % 8 else normal(rng, n, scale=2.0 * n**-0.5),
         "N": n,
         "K": size,
         "num_experts": experts,
         "top_k": k,
+        "normalize": k % 2,
     }
 
 
@@ -101,17 +102,19 @@ def _activation(c: Call) -> tuple[Array, Array]:
 
 
 def _output(c: Call) -> tuple[Array, Array]:
-    weights = _slots(c, "", "sh_down", c.expert_indices)
+    down = _slots(c, "", "sh_down", c.expert_indices)
     act = f64(c.activation)[..., None]
-    parts, sizes = (weights @ act)[..., 0], (np.abs(weights) @ np.abs(act))[..., 0]
-    result, slack = exact(parts[:, :-1], c.expert_weights, parts[:, -1], c.input, c.gate_weight)
+    parts, sizes = (down @ act)[..., 0], (np.abs(down) @ np.abs(act))[..., 0]
+    weights = softmax(c)
+    result, slack = exact(parts[:, :-1], weights, parts[:, -1], c.input, c.gate_weight)
     # An activation is the sum of two BF16; a slot's share, or the shared expert's, is 1 at most.
     lost = (2.0**-16 + _lost(c)) * sizes
-    shares = np.concatenate([f64(c.expert_weights), np.ones((len(parts), 1))], axis=1)[..., None]
-    return result, slack + (1.0 + 2.0**-8) * (shares * lost).sum(axis=1)
+    shares = np.concatenate([weights, np.ones((len(parts), 1))], axis=1)[..., None]
+    off = WEIGHT_BOUND * np.abs(shares * parts) + (1.0 + 2.0**-8) * shares * lost
+    return result, slack + off.sum(axis=1)
 
 
-GATE_UP = ROUTED | {"activation": rounds(lambda c: _activation(c)[0], slack=lambda c: _activation(c)[1])}
+GATE_UP = {"activation": rounds(lambda c: _activation(c)[0], slack=lambda c: _activation(c)[1])}
 DOWN = {"output": rounds(lambda c: _output(c)[0], slack=lambda c: _output(c)[1])}
 
 
