@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: AGPL-3.0-only
-// The k largest of E router logits of a token, largest first, and their softmax weights, by one warp.
+// Router logits as integers that are chosen by.
 //
 // A logit and its expert make one integer: the BF16 value as 16 bits that ascend with it, then the expert counted
 // downwards. The largest integer is the largest logit with the lowest index, so ties have one answer on every path, and
 // a round of selection is one maximum over a warp. NaN comes after -Inf: it is chosen only where fewer than k numbers
-// are left, so that the k indices are always distinct and below E. No barrier is needed. Each lane sorts its own
-// experts first: what it offers in a round is the first that it has left.
+// are left, so that the k indices are always distinct and below E.
 #pragma once
 
 #include "spark_common.cuh"
@@ -33,90 +32,4 @@ __device__ __forceinline__ float topk_value(unsigned key) {
 // A sum over the warp that every lane gets.
 __device__ __forceinline__ float topk_sum(float value) {
     return __shfl_sync(SPARK_FULL_MASK, spark_warp_sum(value, SPARK_WARP), 0);
-}
-
-// Of a lane: its experts' keys (those of experts that do not exist are 0), the largest first; and the key that it won.
-struct TopkLane {
-    unsigned keys[TOPK_PER_LANE];
-    unsigned chosen;  // in lane i < k: the i-th largest key of all
-
-    __device__ __forceinline__ void load(const __nv_bfloat16* logits, unsigned experts) {
-#pragma unroll
-        for (unsigned i = 0u; i < TOPK_PER_LANE; ++i) {
-            const unsigned expert = threadIdx.x % SPARK_WARP + i * SPARK_WARP;
-            keys[i] = expert < experts ? topk_key(logits[expert], expert) : 0u;
-        }
-    }
-
-    // Bitonic: runs of 2, 4, 8 and 16, the last one descending. Afterwards keys are no more in the order of experts.
-    __device__ __forceinline__ void sort() {
-#pragma unroll
-        for (unsigned run = 1u; run <= 4u; ++run) {
-#pragma unroll
-            for (unsigned step = 0u; step < run; ++step) {
-#pragma unroll
-                for (unsigned i = 0u; i < TOPK_PER_LANE; ++i) {
-                    const unsigned j = i ^ (1u << (run - 1u - step));
-                    if (j > i) {
-                        const unsigned high = keys[i] > keys[j] ? keys[i] : keys[j];
-                        const unsigned low = keys[i] > keys[j] ? keys[j] : keys[i];
-                        const bool ascends = (i >> run) % 2u != 0u;
-                        keys[i] = ascends ? low : high;
-                        keys[j] = ascends ? high : low;
-                    }
-                }
-            }
-        }
-    }
-
-    // k <= min(32, E). The keys are used up.
-    __device__ __forceinline__ void select(unsigned k) {
-        sort();
-        chosen = 0u;
-        for (unsigned slot = 0u; slot < k; ++slot) {
-            const unsigned best = __reduce_max_sync(SPARK_FULL_MASK, keys[0]);
-            chosen = slot == threadIdx.x % SPARK_WARP ? best : chosen;
-            const bool mine = keys[0] == best;  // of one lane: keys differ
-#pragma unroll
-            for (unsigned i = 0u; i + 1u < TOPK_PER_LANE; ++i) {
-                keys[i] = mine ? keys[i + 1u] : keys[i];
-            }
-            keys[TOPK_PER_LANE - 1u] = mine ? 0u : keys[TOPK_PER_LANE - 1u];
-        }
-    }
-};
-
-// A lane's weight: exp(l - max) / (sum of exp(l - max) over all experts), each lane adding its experts in ascending order;
-// with `normalize` divided by the sum of the k weights on top of that. `terms` are as they were loaded, `chosen` the
-// logits of the chosen experts, the largest first. 0 in lanes from k on.
-__device__ __forceinline__ float topk_weight(const TopkLane& terms, float chosen, unsigned experts, unsigned k,
-                                             bool normalize) {
-    const unsigned lane = threadIdx.x % SPARK_WARP;
-    const float top = __shfl_sync(SPARK_FULL_MASK, chosen, 0);
-    float sum = 0.0f;
-#pragma unroll
-    for (unsigned i = 0u; i < TOPK_PER_LANE; ++i) {
-        sum += lane + i * SPARK_WARP < experts ? __expf(topk_value(terms.keys[i]) - top) : 0.0f;
-    }
-    sum = topk_sum(sum);
-    float weight = lane < k ? __expf(chosen - top) / sum : 0.0f;
-    if (normalize) {
-        weight = weight / topk_sum(weight);
-    }
-    return weight;
-}
-
-// One token, by a whole warp. k <= min(32, E), E <= 512.
-__device__ __forceinline__ void topk_softmax(const __nv_bfloat16* logits, unsigned* indices, float* weights,
-                                             unsigned experts, unsigned k, bool normalize) {
-    const unsigned lane = threadIdx.x % SPARK_WARP;
-    TopkLane mine;
-    mine.load(logits, experts);
-    const TopkLane terms = mine;
-    mine.select(k);
-    const float weight = topk_weight(terms, topk_value(mine.chosen), experts, k, normalize);
-    if (lane < k) {
-        indices[lane] = topk_expert(mine.chosen);
-        weights[lane] = weight;
-    }
 }

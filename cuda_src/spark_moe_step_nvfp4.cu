@@ -26,8 +26,8 @@ constexpr unsigned FP4_SLICE = 128u;  // k
 constexpr unsigned FP4_BLOCKS = 8u;   // of 16 k in a slice
 constexpr unsigned FP4_ROWS = 16u;    // of weights
 constexpr unsigned FP4_TILES = 16u;   // of a block in the gate and up projection, at most
-constexpr unsigned FP4_GATE_UP_RING = 6u;
-constexpr unsigned FP4_DOWN_RING = 4u;
+constexpr unsigned FP4_GATE_UP_RING = 3u;
+constexpr unsigned FP4_DOWN_RING = 3u;
 constexpr float FP4_RAISED = 0x1p48f;   // of x
 constexpr float FP4_LOWERED = 0x1p78f;  // of sums
 
@@ -134,21 +134,19 @@ __device__ __forceinline__ void fp4_reduce(const float (&sums)[4], const Fp4Piec
 }
 
 // activation [T, top_k + 1, N] = silu(g) * u in FP32, g and u = A [T, K] . a row of gate and up, for the experts that
-// gate_logits [T, num_experts] choose, and for the shared one. Those experts and their logits, the largest first, go to
-// expert_indices and expert_logits [T, top_k]. Grid (any with at most 16 tiles of 8 outputs a block, T), block 256, 2 K
+// gate_logits [T, num_experts] choose, which go to expert_indices [T, top_k], and for the shared one. Grid (any with at most 16 tiles of 8 outputs a block, T), block 256, 2 K
 // bytes of dynamic shared memory. K % 32 == 0; A and codes on 16-byte addresses, scales on even ones.
 extern "C" __global__ void __launch_bounds__(FP4_GATE_UP_THREADS, 2) spark_moe_route_gate_up_nvfp4(
     const __nv_bfloat16* A, const __nv_bfloat16* gate_logits, const unsigned long long* gate_packed_ptrs,
     const unsigned long long* gate_scale_ptrs, const float* gate_scale2_vals, const unsigned long long* up_packed_ptrs,
-    const unsigned long long* up_scale_ptrs, const float* up_scale2_vals, unsigned int* expert_indices, float* expert_logits,
-   
+    const unsigned long long* up_scale_ptrs, const float* up_scale2_vals, unsigned int* expert_indices,
     const unsigned char* sh_gate_packed, const unsigned char* sh_gate_scale, float sh_gate_s2,
     const unsigned char* sh_up_packed, const unsigned char* sh_up_scale, float sh_up_s2, float* activation,
     unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k) {
     constexpr unsigned OUTPUTS = FP4_ROWS / 2u;  // of a tile: rows g are gate's, rows g + 8 up's
-    __shared__ Fp4Weights gates[MOE_STEP_EXPERTS];
-    __shared__ Fp4Weights ups[MOE_STEP_EXPERTS];
-    __shared__ unsigned ids[MOE_STEP_SLOTS];
+    __shared__ Fp4Weights gates[MOE_EXPERTS];
+    __shared__ Fp4Weights ups[MOE_EXPERTS];
+    __shared__ MoeRoute<FP4_GATE_UP_WARPS> route;
     __shared__ float factors[FP4_TILES][2];
     __shared__ float sums[FP4_TILES][FP4_GATE_UP_WARPS][FP4_ROWS];
     const unsigned lane = threadIdx.x % SPARK_WARP;
@@ -168,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(FP4_GATE_UP_THREADS, 2) spark_moe_r
                                   reinterpret_cast<moe_address>(sh_up_scale)};
 
     // What is read next: tile `ahead` of slice `ahead_slice`.
+    unsigned id = 0u;  // of slot `lane`
     unsigned ahead = 0u;
     unsigned ahead_slice = warp;
     Fp4Piece ring[FP4_GATE_UP_RING];
@@ -177,8 +176,9 @@ extern "C" __global__ void __launch_bounds__(FP4_GATE_UP_THREADS, 2) spark_moe_r
             const unsigned turn = tile / slot_tiles;
             const unsigned output = tile % slot_tiles * OUTPUTS + g;
             const size_t at = output < N ? output : N - 1u;
-            const Fp4Weights gate = turn == 0u ? shared_gate : gates[ids[turn - 1u]];
-            const Fp4Weights up = turn == 0u ? shared_up : ups[ids[turn - 1u]];
+            const unsigned expert = __shfl_sync(SPARK_FULL_MASK, id, static_cast<int>(turn == 0u ? 0u : turn - 1u));
+            const Fp4Weights gate = turn == 0u ? shared_gate : gates[expert];
+            const Fp4Weights up = turn == 0u ? shared_up : ups[expert];
             ring[j].load(0u, gate, at, ahead_slice, K);
             ring[j].load(1u, up, at, ahead_slice, K);
             ahead += 1u;
@@ -189,36 +189,30 @@ extern "C" __global__ void __launch_bounds__(FP4_GATE_UP_THREADS, 2) spark_moe_r
         }
     };
 
-    const bool routes = warp == FP4_GATE_UP_WARPS - 1u;
-    const bool early = !routes && blockIdx.x < slot_tiles;
-    if (!routes) {
-        constexpr unsigned OTHERS = FP4_GATE_UP_THREADS - SPARK_WARP;
-        constexpr unsigned TURNS = (MOE_STEP_EXPERTS + OTHERS - 1u) / OTHERS;
-        if (early) {
-            load(0u);
-        }
-        MoeShare<moe_address, OTHERS, TURNS> entries[4];
-        entries[0].read(gate_packed_ptrs, num_experts, 0u);
-        entries[1].read(gate_scale_ptrs, num_experts, 0u);
-        entries[2].read(up_packed_ptrs, num_experts, 0u);
-        entries[3].read(up_scale_ptrs, num_experts, 0u);
-        spark_wait_for_previous();
-        const uint4* x = reinterpret_cast<const uint4*>(A + row * K);
-        for (unsigned first = 0u; first < K / 8u; first += 2u * OTHERS) {
-            MoeShare<uint4, OTHERS, 2u> some;
-            some.read(x, K / 8u, first);
-            some.write(K / 8u, first, [](unsigned at, const uint4& eight) { fp4_staged[at] = fp4_raised(eight); });
-        }
-        entries[0].write(num_experts, 0u, [&](unsigned at, moe_address entry) { gates[at].codes = entry; });
-        entries[1].write(num_experts, 0u, [&](unsigned at, moe_address entry) { gates[at].scales = entry; });
-        entries[2].write(num_experts, 0u, [&](unsigned at, moe_address entry) { ups[at].codes = entry; });
-        entries[3].write(num_experts, 0u, [&](unsigned at, moe_address entry) { ups[at].scales = entry; });
-    } else {
-        spark_wait_for_previous();
-        moe_route(gate_logits + row * num_experts, ids, expert_indices + row * top_k, expert_logits + row * top_k,
-                  num_experts, top_k);
+    const bool early = blockIdx.x < slot_tiles;
+    if (early) {
+        load(0u);
     }
+#pragma unroll
+    for (unsigned i = 0u; i < MOE_EXPERTS / FP4_GATE_UP_THREADS; ++i) {
+        const unsigned e = threadIdx.x + i * FP4_GATE_UP_THREADS;
+        if (e < num_experts) {
+            gates[e] = {gate_packed_ptrs[e], gate_scale_ptrs[e]};
+            ups[e] = {up_packed_ptrs[e], up_scale_ptrs[e]};
+        }
+    }
+    spark_wait_for_previous();
+    const uint4* x = reinterpret_cast<const uint4*>(A + row * K);
+#pragma unroll 1
+    for (unsigned at = threadIdx.x; at < K / 8u; at += FP4_GATE_UP_THREADS) {
+        fp4_staged[at] = fp4_raised(x[at]);
+    }
+    route.find(gate_logits + row * num_experts, num_experts, top_k);
     __syncthreads();
+    id = route.choose(top_k);
+    if (blockIdx.x == 0u && warp == 0u && lane < top_k) {
+        expert_indices[row * top_k + lane] = id;
+    }
 
 #pragma unroll
     for (unsigned j = 0u; j < FP4_GATE_UP_RING; ++j) {
@@ -236,16 +230,16 @@ extern "C" __global__ void __launch_bounds__(FP4_GATE_UP_THREADS, 2) spark_moe_r
         }
     };
     read_x(warp);
-    if (threadIdx.x < 2u * tiles) {
-        const unsigned turn = (blockIdx.x + threadIdx.x / 2u * gridDim.x) / slot_tiles;
-        const bool up = threadIdx.x % 2u != 0u;
+    if (warp == 0u) {
+        const unsigned turn = (blockIdx.x + lane / 2u * gridDim.x) / slot_tiles;
+        const unsigned expert = __shfl_sync(SPARK_FULL_MASK, id, static_cast<int>(turn == 0u ? 0u : turn - 1u));
+        const bool up = lane % 2u != 0u;
         float factor = up ? sh_up_s2 : sh_gate_s2;
-        if (turn != 0u) {
-            const unsigned id = ids[turn - 1u];
+        if (turn != 0u && lane < 2u * tiles) {
             // That of an expert that is elsewhere may be anything.
-            factor = (up ? ups : gates)[id].codes != 0u ? (up ? up_scale2_vals : gate_scale2_vals)[id] : 0.0f;
+            factor = (up ? ups : gates)[expert].codes != 0u ? (up ? up_scale2_vals : gate_scale2_vals)[expert] : 0.0f;
         }
-        factors[threadIdx.x / 2u][threadIdx.x % 2u] = factor * FP4_LOWERED;
+        factors[lane / 2u][lane % 2u] = factor * FP4_LOWERED;
     }
     unsigned tile = 0u;
     unsigned slice = warp;
@@ -312,37 +306,35 @@ __device__ __forceinline__ void fp4_split(float low, float high, unsigned& upper
 // scales on even ones.
 extern "C" __global__ void __launch_bounds__(FP4_DOWN_THREADS, 1) spark_moe_down_blend_nvfp4(
     const float* activation, const unsigned long long* packed_ptrs, const unsigned long long* scale_ptrs, const float* scale2_vals,
-    const __nv_bfloat16* gate_logits, const unsigned int* expert_indices, const float* expert_logits, const unsigned char* sh_down_packed,
+    const __nv_bfloat16* gate_logits, const unsigned int* expert_indices, const unsigned char* sh_down_packed,
     const unsigned char* sh_down_scale, float sh_down_s2, const __nv_bfloat16* input, const __nv_bfloat16* gate_weight,
     __nv_bfloat16* output, unsigned int N, unsigned int K, unsigned int num_experts, unsigned int top_k,
     unsigned int normalize) {
-    __shared__ Fp4Weights table[MOE_STEP_EXPERTS];
-    __shared__ unsigned ids[MOE_STEP_SLOTS];
-    __shared__ float shares[MOE_STEP_SLOTS];
+    __shared__ Fp4Weights table[MOE_EXPERTS];
+    __shared__ MoeShares softmax;
     __shared__ float gate_sums[MOE_GATE_WARPS];
     __shared__ float routed_sums[FP4_DOWN_WARPS][FP4_ROWS];
     __shared__ float shared_sums[FP4_DOWN_WARPS][FP4_ROWS];
-    constexpr unsigned OTHERS = FP4_DOWN_THREADS - SPARK_WARP;
-    constexpr unsigned EIGHTS = 2u;  // of activations of a thread that are on their way at once
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned warp = threadIdx.x / SPARK_WARP;
     const unsigned g = lane / 4u;
     const size_t row = blockIdx.y;
     const unsigned first = blockIdx.x * FP4_ROWS;
-    const bool weighs = warp == FP4_DOWN_WARPS - 1u;  // the others bring the activations
     spark_let_next_start();
 
     // Unit u is slice u % slices of turn u / slices; the shared expert has turn 0, slot e turn e + 1.
     const unsigned slices = (K + FP4_SLICE - 1u) / FP4_SLICE;
     const unsigned units = (top_k + 1u) * slices;
+    unsigned id = 0u;  // of slot `lane`
     unsigned ahead = warp;
     Fp4Piece ring[FP4_DOWN_RING];
     const auto load = [&](unsigned j) {
         if (ahead < units) {
             const unsigned turn = ahead / slices;
+            const unsigned expert = __shfl_sync(SPARK_FULL_MASK, id, static_cast<int>(turn == 0u ? 0u : turn - 1u));
             const Fp4Weights weights = turn == 0u ? Fp4Weights{reinterpret_cast<moe_address>(sh_down_packed),
                                                                reinterpret_cast<moe_address>(sh_down_scale)}
-                                                  : table[ids[turn - 1u]];
+                                                  : table[expert];
 #pragma unroll
             for (unsigned i = 0u; i < 2u; ++i) {
                 const unsigned n = first + g + 8u * i;
@@ -355,21 +347,12 @@ extern "C" __global__ void __launch_bounds__(FP4_DOWN_THREADS, 1) spark_moe_down
     if (early) {
         load(0u);
     }
-    MoeShare<moe_address, FP4_DOWN_THREADS, 1u> entries[2];
-    entries[0].read(packed_ptrs, num_experts, 0u);
-    entries[1].read(scale_ptrs, num_experts, 0u);
+    if (threadIdx.x < num_experts) {
+        table[threadIdx.x] = {packed_ptrs[threadIdx.x], scale_ptrs[threadIdx.x]};
+    }
     spark_wait_for_previous();
-    if (threadIdx.x < top_k) {
-        ids[threadIdx.x] = expert_indices[row * top_k + threadIdx.x];
-    }
-    TopkLane terms;
-    float chosen = 0.0f;
-    if (weighs) {
-        terms.load(gate_logits + row * num_experts, num_experts);
-        chosen = lane < top_k ? expert_logits[row * top_k + lane] : 0.0f;
-    }
-    entries[0].write(num_experts, 0u, [&](unsigned at, moe_address entry) { table[at].codes = entry; });
-    entries[1].write(num_experts, 0u, [&](unsigned at, moe_address entry) { table[at].scales = entry; });
+    id = lane < top_k ? expert_indices[row * top_k + lane] : 0u;
+    softmax.read(gate_logits + row * num_experts, num_experts);
     __syncthreads();
 #pragma unroll
     for (unsigned j = 0u; j < FP4_DOWN_RING; ++j) {
@@ -379,51 +362,31 @@ extern "C" __global__ void __launch_bounds__(FP4_DOWN_THREADS, 1) spark_moe_down
     }
 
     // Of a block of 16 activations, what one BF16 has of each, in the order of Fp4Columns, and behind it the rest.
-    if (weighs) {
-        // The factor of an expert that is elsewhere may be anything.
-        float factor = 0.0f;
-        if (lane < top_k && table[ids[lane]].codes != 0u) {
-            factor = scale2_vals[ids[lane]] * FP4_LOWERED;
+    const float4* act = reinterpret_cast<const float4*>(activation + row * (top_k + 1u) * K);
+    const unsigned slot_eights = slices * FP4_BLOCKS * 2u;
+    const unsigned eights = (top_k + 1u) * slot_eights;
+#pragma unroll 2
+    for (unsigned at = threadIdx.x; at < eights; at += FP4_DOWN_THREADS) {
+        const unsigned k = at % slot_eights * 8u;
+        float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 high = low;
+        if (k < K) {
+            const float4* from = act + (at / slot_eights * K + k) / 4u;
+            low = from[0];
+            high = from[1];
         }
-        const float weight = topk_weight(terms, chosen, num_experts, top_k, normalize != 0u);
-        if (lane < top_k) {
-            shares[lane] = weight * factor;
-        }
-    } else {
-        const float4* act = reinterpret_cast<const float4*>(activation + row * (top_k + 1u) * K);
-        const unsigned slot_eights = slices * FP4_BLOCKS * 2u;
-        const unsigned eights = (top_k + 1u) * slot_eights;
-        for (unsigned begin = threadIdx.x; begin < eights; begin += EIGHTS * OTHERS) {
-            float4 low[EIGHTS];
-            float4 high[EIGHTS];
-#pragma unroll
-            for (unsigned i = 0u; i < EIGHTS; ++i) {
-                const unsigned at = begin + i * OTHERS;
-                const unsigned k = at % slot_eights * 8u;
-                low[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                high[i] = low[i];
-                if (at < eights && k < K) {
-                    const float4* from = act + (at / slot_eights * K + k) / 4u;
-                    low[i] = from[0];
-                    high[i] = from[1];
-                }
-            }
-#pragma unroll
-            for (unsigned i = 0u; i < EIGHTS; ++i) {
-                const unsigned at = begin + i * OTHERS;
-                if (at < eights) {
-                    uint4 upper;
-                    uint4 rest;
-                    fp4_split(low[i].x, high[i].x, upper.x, rest.x);
-                    fp4_split(low[i].y, high[i].y, upper.y, rest.y);
-                    fp4_split(low[i].z, high[i].z, upper.z, rest.z);
-                    fp4_split(low[i].w, high[i].w, upper.w, rest.w);
-                    fp4_staged[at / 2u * 4u + at % 2u] = upper;
-                    fp4_staged[at / 2u * 4u + 2u + at % 2u] = rest;
-                }
-            }
-        }
+        uint4 upper;
+        uint4 rest;
+        fp4_split(low.x, high.x, upper.x, rest.x);
+        fp4_split(low.y, high.y, upper.y, rest.y);
+        fp4_split(low.z, high.z, upper.z, rest.z);
+        fp4_split(low.w, high.w, upper.w, rest.w);
+        fp4_staged[at / 2u * 4u + at % 2u] = upper;
+        fp4_staged[at / 2u * 4u + 2u + at % 2u] = rest;
     }
+    float share = softmax.weight(id, num_experts, top_k, normalize != 0u);
+    // The factor of an expert that is elsewhere may be anything.
+    share = share * (lane < top_k && table[id].codes != 0u ? scale2_vals[id] * FP4_LOWERED : 0.0f);
     const bool gated = gate_weight != nullptr;
     if (gated) {
         moe_gate_sums(gate_sums, input + row * N, gate_weight, N);
@@ -440,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(FP4_DOWN_THREADS, 1) spark_moe_down
             }
             const unsigned turn = unit / slices;
             const unsigned slot = turn == 0u ? top_k : turn - 1u;
+            const float slot_share = __shfl_sync(SPARK_FULL_MASK, share, static_cast<int>(turn == 0u ? 0u : slot));
             Fp4Columns columns[2];
 #pragma unroll
             for (unsigned part = 0u; part < 2u; ++part) {
@@ -460,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(FP4_DOWN_THREADS, 1) spark_moe_down
                 if (turn == 0u) {
                     shared[i] = shared[i] + rows[i];
                 } else {
-                    routed[i] = routed[i] + shares[slot] * rows[i];
+                    routed[i] = routed[i] + slot_share * rows[i];
                 }
             }
             unit += FP4_DOWN_WARPS;

@@ -14,6 +14,8 @@ from .spec import Call, Dim3, KernelSpec, ParamSpec, Pointee, ceil_div, pointer,
 
 THREADS, OUTPUTS = 256, 8
 """Threads of a block, and the outputs of one of the down projection, one a warp."""
+RING = 65536
+"""Dynamic shared bytes of a block's rings."""
 
 
 def _needs(c: Call) -> None:
@@ -41,18 +43,18 @@ def _rows(c: Call) -> int:
 
 
 def _gate_up_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
-    return (c.grid[0], c.grid[1], 1), (THREADS, 1, 1), 2 * c.K
+    return (c.grid[0], c.grid[1], 1), (THREADS, 1, 1), RING + 2 * c.K
 
 
 def _down_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
-    return (ceil_div(c.N, OUTPUTS), c.grid[1], 1), (THREADS, 1, 1), 4 * (c.top_k + 1) * c.K
+    return (ceil_div(c.N, OUTPUTS), c.grid[1], 1), (THREADS, 1, 1), RING + 4 * (c.top_k + 1) * c.K
 
 
 def _gate_up(c: Call) -> None:
     def behind(name: str) -> Any:
         return lambda expert: c.behind(name, expert)
 
-    c.expert_indices[...], c.expert_logits[...], c.activation[...] = reference.spark_moe_route_gate_up_bf16(
+    c.expert_indices[...], c.activation[...] = reference.spark_moe_route_gate_up_bf16(
         c.A, c.gate_logits, behind("gate_weight_ptrs"), behind("up_weight_ptrs"), c.sh_gate_weight, c.sh_up_weight,
         c.N, c.top_k,
     )  # fmt: skip
@@ -63,7 +65,7 @@ def _down(c: Call) -> None:
         c.activation,
         chosen(c, "weight_ptrs"),
         c.gate_logits,
-        c.expert_logits,
+        c.expert_indices,
         c.sh_down_weight,
         c.input,
         c.gate_weight,
@@ -82,7 +84,6 @@ KERNELS: tuple[KernelSpec, ...] = (
             _table("gate_weight_ptrs"),
             _table("up_weight_ptrs"),
             pointer("expert_indices", "u32", "w", lambda c: (_rows(c), c.top_k)),
-            pointer("expert_logits", "f32", "w", lambda c: (_rows(c), c.top_k)),
             _shared("sh_gate_weight"),
             _shared("sh_up_weight"),
             pointer("activation", "f32", "w", lambda c: (_rows(c), c.top_k + 1, c.N)),
@@ -96,7 +97,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         geometry=_gate_up_geometry,
         reference=reference.spark_moe_route_gate_up_bf16,
         run=_gate_up,
-        shared_bytes=8320,
+        shared_bytes=9216,
         optional=True,
         preconditions=_needs,
     ),
@@ -108,7 +109,6 @@ KERNELS: tuple[KernelSpec, ...] = (
             _table("weight_ptrs"),
             pointer("gate_logits", "bf16", "r", lambda c: (_rows(c), c.num_experts)),
             pointer("expert_indices", "u32", "r", lambda c: (_rows(c), c.top_k)),
-            pointer("expert_logits", "f32", "r", lambda c: (_rows(c), c.top_k)),
             _shared("sh_down_weight"),
             pointer("input", "bf16", "r", lambda c: (_rows(c), c.N), align=WIDE_LOAD),
             pointer("gate_weight", "bf16", "r", lambda c: (c.N,), align=WIDE_LOAD, optional=True),
@@ -124,7 +124,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         geometry=_down_geometry,
         reference=reference.spark_moe_down_blend_bf16,
         run=_down,
-        shared_bytes=4384,
+        shared_bytes=6176,
         optional=True,
         preconditions=_needs_blend,
     ),

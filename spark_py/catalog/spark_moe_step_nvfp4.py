@@ -94,7 +94,7 @@ def _alone(c: Call, prefix: str) -> Nvfp4 | None:
 
 
 def _gate_up(c: Call) -> None:
-    c.expert_indices[...], c.expert_logits[...], c.activation[...] = reference.spark_moe_route_gate_up_nvfp4(
+    c.expert_indices[...], c.activation[...] = reference.spark_moe_route_gate_up_nvfp4(
         c.A, c.gate_logits, lambda e: _expert(c, "gate_", e), lambda e: _expert(c, "up_", e), _alone(c, "sh_gate"),
         _alone(c, "sh_up"), c.N, c.top_k,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def _down(c: Call) -> None:
         c.activation,
         down,
         c.gate_logits,
-        c.expert_logits,
+        c.expert_indices,
         _alone(c, "sh_down"),
         c.input,
         c.gate_weight,
@@ -125,7 +125,6 @@ KERNELS: tuple[KernelSpec, ...] = (
             *_tables("gate_"),
             *_tables("up_"),
             pointer("expert_indices", "u32", "w", lambda c: (_rows(c), c.top_k)),
-            pointer("expert_logits", "f32", "w", lambda c: (_rows(c), c.top_k)),
             *_shared("sh_gate"),
             *_shared("sh_up"),
             pointer("activation", "f32", "w", lambda c: (_rows(c), c.top_k + 1, c.N)),
@@ -139,7 +138,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         geometry=_gate_up_geometry,
         reference=reference.spark_moe_route_gate_up_nvfp4,
         run=_gate_up,
-        shared_bytes=24832,
+        shared_bytes=25728,
         optional=True,
         preconditions=_needs_gate_up,
     ),
@@ -151,7 +150,6 @@ KERNELS: tuple[KernelSpec, ...] = (
             *_tables(""),
             pointer("gate_logits", "bf16", "r", lambda c: (_rows(c), c.num_experts)),
             pointer("expert_indices", "u32", "r", lambda c: (_rows(c), c.top_k)),
-            pointer("expert_logits", "f32", "r", lambda c: (_rows(c), c.top_k)),
             *_shared("sh_down"),
             pointer("input", "bf16", "r", lambda c: (_rows(c), c.N), align=WIDE_LOAD),
             pointer("gate_weight", "bf16", "r", lambda c: (c.N,), align=WIDE_LOAD, optional=True),
@@ -167,7 +165,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         geometry=_down_geometry,
         reference=reference.spark_moe_down_blend_nvfp4,
         run=_down,
-        shared_bytes=10528,
+        shared_bytes=12320,
         optional=True,
         preconditions=_needs_down,
     ),

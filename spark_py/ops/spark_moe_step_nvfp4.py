@@ -46,7 +46,6 @@ def spark_moe_route_gate_up_nvfp4(
     gate: HasNvfp4Tables,
     up: HasNvfp4Tables,
     expert_indices: DevicePtr,
-    expert_logits: DevicePtr,
     sh_gate: HasNvfp4Weight | None,
     sh_up: HasNvfp4Weight | None,
     activation: DevicePtr,
@@ -57,11 +56,12 @@ def spark_moe_route_gate_up_nvfp4(
     top_k: int,
     stream: StreamLike,
 ) -> None:
-    """expert_indices u32 [T, top_k] as `moe_topk_softmax` of gate_logits [T, E], their logits FP32 as expert_logits, and
-    activation FP32 [T, top_k + 1, n] = silu(g) * u of each chosen expert and, last, of the shared one, where g and u are
-    input [T, k] through its gate and up weights, in FP32. Tables have E entries.
+    """expert_indices u32 [T, top_k] as `moe_topk_softmax` of gate_logits [T, E], and activation FP32 [T, top_k + 1, n],
+    silu(g) * u of each chosen expert and, last, of the shared one, where g and u are input [T, k] through its
+    gate and up weights, in FP32. Tables have E entries.
 
-    k is a multiple of 32, 12160 at most; input and codes lie on 16-byte addresses, scales on even ones; E is 512 at most, top_k 32.
+    k is a multiple of 32, 12160 at most; input and codes lie on 16-byte addresses, scales on even ones; E is 512 at
+    most, top_k 32.
     """
     routed(num_experts, top_k)
     multiple_of("k", k, STEP, WHY_STEP)
@@ -72,7 +72,7 @@ def spark_moe_route_gate_up_nvfp4(
     launch.arg_ptr(input).arg_ptr(gate_logits)
     add_tables(launch, gate)
     add_tables(launch, up)
-    launch.arg_ptr(expert_indices).arg_ptr(expert_logits)
+    launch.arg_ptr(expert_indices)
     add_shared(launch, sh_gate)
     add_shared(launch, sh_up)
     launch.arg_ptr(activation)
@@ -86,7 +86,6 @@ def spark_moe_down_blend_nvfp4(
     down: HasNvfp4Tables,
     gate_logits: DevicePtr,
     expert_indices: DevicePtr,
-    expert_logits: DevicePtr,
     sh_down: HasNvfp4Weight | None,
     input: DevicePtr,  # noqa: A002 - the engine's name
     gate_weight: Weight,
@@ -101,7 +100,7 @@ def spark_moe_down_blend_nvfp4(
 ) -> None:
     """output [T, n] = the sum of the weights that `moe_topk_softmax` gives the chosen experts times activation FP32
     [T, top_k + 1, k] through their down weights [n, k], and of sigmoid(input [T, n] . gate_weight [n]) times the shared
-    one's, which is 1 for a gate_weight of NULL. expert_indices and expert_logits are those of
+    one's, which is 1 for a gate_weight of NULL. expert_indices are those of
     `spark_moe_route_gate_up_nvfp4` of gate_logits [T, E].
 
     k is a multiple of 32, and with a gate n one of 8; all slices of 128 k of a row's slots are 72 at most. Codes,
@@ -116,7 +115,7 @@ def spark_moe_down_blend_nvfp4(
     grid = (div_ceil(count("n", n), DOWN_OUTPUTS), count("rows", rows), 1)
     launch = KernelLaunch(gpu, kernel).grid(grid).block((DOWN_BLOCK, 1, 1)).shared_mem(held).arg_ptr(activation)
     add_tables(launch, down)
-    launch.arg_ptr(gate_logits).arg_ptr(expert_indices).arg_ptr(expert_logits)
+    launch.arg_ptr(gate_logits).arg_ptr(expert_indices)
     add_shared(launch, sh_down)
     launch.arg_ptr(input).arg_ptr(gate).arg_ptr(output)
     launch.arg_u32(n).arg_u32(k).arg_u32(num_experts).arg_u32(top_k).arg_u32(int(normalize)).launch(stream)

@@ -21,9 +21,10 @@ def largest_first(logits: F32Array, top_k: int) -> U32Array:
     return np.asarray(order, np.uint32)
 
 
-def softmax_weights(values: F32Array, best: F32Array, normalize: bool) -> F32Array:
-    """The weights FP32 [T, k] of the chosen logits `best` [T, k], the largest first, among all logits [T, E], as
-    `moe_topk_softmax` has them."""
+def softmax_weights(values: F32Array, indices: U32Array, normalize: bool) -> F32Array:
+    """The weights FP32 [T, k] of the experts `indices` [T, k], that of the largest logit first, among all logits FP32
+    [T, E], as `moe_topk_softmax` has them."""
+    best = np.take_along_axis(values, indices.astype(np.intp), axis=1)
     top = best[:, :1]
     terms = padded(np.exp(values - top), MAX_EXPERTS).reshape(len(values), -1, WARP)
     lanes = np.zeros((len(values), WARP), np.float32)
@@ -45,5 +46,5 @@ def moe_topk_softmax(logits: Bf16Array, top_k: int, normalize: bool) -> tuple[U3
     with np.errstate(all="ignore"):
         values = to_f32(logits)
         indices = largest_first(values, top_k)
-        weights = softmax_weights(values, np.take_along_axis(values, indices.astype(np.intp), axis=1), normalize)
+        weights = softmax_weights(values, indices, normalize)
     return indices, weights

@@ -14,13 +14,6 @@ from .moe_topk import largest_first, softmax_weights
 from .moe_weighted_sum_blend import moe_weighted_sum_blend
 
 
-def chosen(logits: Bf16Array, top_k: int) -> tuple[U32Array, F32Array]:
-    """(indices, their logits), [T, k] each, the largest first, of router logits [T, E]. A zero's sign is lost."""
-    values = to_f32(logits)
-    indices = largest_first(values, top_k)
-    return indices, np.take_along_axis(values, indices.astype(np.intp), axis=1) + np.float32(0.0)
-
-
 def _activation(x: Bf16Array, gate: Weights, up: Weights, n: int) -> F32Array:
     if gate is None or up is None:
         return np.zeros(n, np.float32)
@@ -36,14 +29,14 @@ def spark_moe_route_gate_up_bf16(
     sh_up: Weights,
     n: int,
     top_k: int,
-) -> tuple[U32Array, F32Array, F32Array]:
-    """(indices [T, k], chosen logits FP32 [T, k], activation FP32 [T, k + 1, N]) of x [T, K] and router logits [T, E].
+) -> tuple[U32Array, F32Array]:
+    """(indices [T, k], activation FP32 [T, k + 1, N]) of x [T, K] and router logits [T, E].
 
     Indices are those of `moe_topk_softmax`. Activation = silu(g) * u in FP32 of g and u as BF16, which
     `dense_gemv_bf16` gives; the shared expert's comes last. `gate(e)` and `up(e)` are the weights of expert e; where
     there are none, zeros.
     """
-    indices, best = chosen(logits, top_k)
+    indices = largest_first(to_f32(logits), top_k)
     with np.errstate(all="ignore"):
         activation = np.stack(
             [
@@ -51,7 +44,7 @@ def spark_moe_route_gate_up_bf16(
                 for row, experts in zip(x, indices, strict=True)
             ]
         )
-    return indices, best, activation
+    return indices, activation
 
 
 def _down(activation: F32Array, weights: Weights, n: int) -> Bf16Array:
@@ -62,7 +55,7 @@ def spark_moe_down_blend_bf16(
     activation: F32Array,
     down: Sequence[Sequence[Weights]],
     logits: Bf16Array,
-    best: F32Array,
+    indices: U32Array,
     sh_down: Weights,
     x: Bf16Array,
     gate_weight: Bf16Array | None,
@@ -70,10 +63,10 @@ def spark_moe_down_blend_bf16(
     normalize: bool,
 ) -> Bf16Array:
     """BF16 [T, N] of activation FP32 [T, k + 1, K]: `moe_weighted_sum_blend` of bf16(activation . w) of each slot's
-    `down` weights [N, K], with the softmax weights of the chosen logits `best` FP32 [T, k] among router logits [T, E],
-    x [T, N] and gate_weight [N], which may be None."""
+    `down` weights [N, K], with the softmax weights that router logits [T, E] give the experts `indices` [T, k], x [T, N]
+    and gate_weight [N], which may be None."""
     with np.errstate(all="ignore"):
-        weights, rows = softmax_weights(to_f32(logits), best, normalize), []
+        weights, rows = softmax_weights(to_f32(logits), indices, normalize), []
         for acts, experts, shares, one in zip(activation, down, weights, x, strict=True):
             routed = np.stack([_down(act, expert, n) for act, expert in zip(acts[:-1], experts, strict=True)])
             rows.append(moe_weighted_sum_blend(routed, shares, _down(acts[-1], sh_down, n), one, gate_weight))

@@ -9,9 +9,8 @@ import numpy as np
 
 from ._bf16 import Bf16Array, F32Array, U32Array, sigmoid, to_bf16, to_f32
 from .moe_shared_expert_fused import Nvfp4
-from .moe_topk import softmax_weights
+from .moe_topk import largest_first, softmax_weights
 from .moe_weighted_sum_blend import gate_logit
-from .spark_moe_step_bf16 import chosen
 from .w4a16_gemv import CHUNK, E4M3, codes
 
 SLICE = 128
@@ -48,13 +47,13 @@ def spark_moe_route_gate_up_nvfp4(
     sh_up: Nvfp4 | None,
     n: int,
     top_k: int,
-) -> tuple[U32Array, F32Array, F32Array]:
-    """(indices [T, k], chosen logits FP32 [T, k], activation FP32 [T, k + 1, N]) of x [T, K] and router logits [T, E].
+) -> tuple[U32Array, F32Array]:
+    """(indices [T, k], activation FP32 [T, k + 1, N]) of x [T, K] and router logits [T, E].
 
     Indices are those of `moe_topk_softmax`. Activation = silu(g) * u of FP32 sums g and u; the shared
     expert's comes last. `gate(e)` and `up(e)` are the weights of expert e; where there are none, zeros. K % 32 == 0.
     """
-    indices, best = chosen(logits, top_k)
+    indices = largest_first(to_f32(logits), top_k)
     with np.errstate(all="ignore"):
         activation = np.stack(
             [
@@ -62,14 +61,14 @@ def spark_moe_route_gate_up_nvfp4(
                 for row, experts in zip(to_f32(x), indices, strict=True)
             ]
         )
-    return indices, best, activation
+    return indices, activation
 
 
 def spark_moe_down_blend_nvfp4(
     activation: F32Array,
     down: Sequence[Sequence[Nvfp4 | None]],
     logits: Bf16Array,
-    best: F32Array,
+    indices: U32Array,
     sh_down: Nvfp4 | None,
     x: Bf16Array,
     gate_weight: Bf16Array | None,
@@ -77,10 +76,10 @@ def spark_moe_down_blend_nvfp4(
     normalize: bool,
 ) -> Bf16Array:
     """bf16(sum over e of w[e] * (activation[e] . down[e]) + s * (activation[k] . sh_down)) of activation FP32
-    [T, k + 1, K]: BF16 [T, N]. w: the softmax weights of the chosen logits `best` FP32 [T, k] among router logits
-    [T, E]. s = sigmoid(x . gate_weight), or 1 without a gate; x [T, N]."""
+    [T, k + 1, K]: BF16 [T, N]. w: the softmax weights that router logits [T, E] give the experts
+    `indices` [T, k]. s = sigmoid(x . gate_weight), or 1 without a gate; x [T, N]."""
     with np.errstate(all="ignore"):
-        weights, rows = softmax_weights(to_f32(logits), best, normalize), []
+        weights, rows = softmax_weights(to_f32(logits), indices, normalize), []
         for acts, experts, shares, one in zip(activation, down, weights, x, strict=True):
             total = np.zeros(n, np.float32)
             for act, expert, share in zip(acts[:-1], experts, shares, strict=True):

@@ -60,20 +60,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _ONE,
         "the 32 last experts left out",
-        cu=Patch(_CUH, "keys[i] = expert < experts", "keys[i] = expert < experts && i < 15u"),
-    ),
-    Mutant(
-        _ONE,
-        "an expert of a lane whose better one was chosen is passed over",
-        cu=Patch(
-            _CUH, "keys[i] = mine ? keys[i + 1u] : keys[i];", "keys[i] = mine && i > 0u ? keys[i + 1u] : keys[i];"
-        ),
+        cu=Patch(_CU, "keys[i] = expert < experts", "keys[i] = expert < experts && i < 15u"),
     ),
     Mutant(
         _ONE,
         "always normalised: a softmax over the chosen alone",
         cu=Patch(
-            _CUH,
+            _CU,
             _NORMALIZE_CU,
             _NORMALIZE_CU + " else {\n        weight = weight * sum / topk_sum(weight * sum);\n    }",
         ),
@@ -82,13 +75,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _ONE,
         "never normalised",
-        cu=Patch(_CUH, "if (normalize) {", "if (normalize && experts == 0u) {"),
+        cu=Patch(_CU, "if (normalize) {", "if (normalize && experts == 0u) {"),
         py=Patch(_PY, "        if normalize:\n", "        if normalize and top_k > 32:\n"),
     ),
     Mutant(
         _ONE,
         "exponentials without the maximum",
-        cu=Patch(_CUH, "__expf(topk_value(terms.keys[i]) - top)", "__expf(topk_value(terms.keys[i]))"),
+        cu=Patch(_CU, "__expf(topk_value(keys[i]) - top)", "__expf(topk_value(keys[i]))"),
         py=Patch(_PY, "np.exp(values - top)", "np.exp(values)"),
     ),
     Mutant(
@@ -114,8 +107,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "always normalised",
         cu=Patch(
             _CU,
-            "expert_weights + token * top_k,\n                     num_experts, top_k, normalize != 0u);",
-            "expert_weights + token * top_k,\n                     num_experts, top_k, true);",
+            "expert_weights + token * top_k,\n                 num_experts, top_k, normalize != 0u);",
+            "expert_weights + token * top_k,\n                 num_experts, top_k, true);",
         ),
         py=Patch(_PY, "        if normalize:\n", "        if True:\n"),
     ),

@@ -33,26 +33,26 @@ def _shared(p: dict[str, Any], prefix: str) -> QuantizedWeight:
     return QuantizedWeight(*(p[f"{prefix}_{each}"] for each in ("packed", "scale", "s2")))
 
 
-def run_gate_up(gpu: GpuBackend, d: dict[str, Any], rows: list[int]) -> tuple[Array, Array, Array]:
-    """Indices, their logits and activations of some rows."""
+def run_gate_up(gpu: GpuBackend, d: dict[str, Any], rows: list[int]) -> tuple[Array, Array]:
+    """Indices and activations of some rows."""
     d = d | {name: d[name][rows] for name in ("A", "gate_logits")}
     p, n, k, m = on_device(gpu, d), d["N"], d["top_k"], len(rows)
-    out = Output(gpu, (m, k), U32), Output(gpu, (m, k), F32), Output(gpu, (m, k + 1, n), F32)
+    out = Output(gpu, (m, k), U32), Output(gpu, (m, k + 1, n), F32)
     ops.spark_moe_route_gate_up_nvfp4(
         gpu, gpu.kernel(*GATE_UP.split("::")), p["A"], p["gate_logits"], _tables(p, "gate_"), _tables(p, "up_"),
-        out[0].ptr, out[1].ptr, _shared(p, "sh_gate"), _shared(p, "sh_up"), out[2].ptr, m, n, d["K"], d["num_experts"],
+        out[0].ptr, _shared(p, "sh_gate"), _shared(p, "sh_up"), out[1].ptr, m, n, d["K"], d["num_experts"],
         k, gpu.default_stream(),
     )  # fmt: skip
-    return out[0].read(), out[1].read(), out[2].read()
+    return out[0].read(), out[1].read()
 
 
 def run_down(gpu: GpuBackend, d: dict[str, Any], rows: list[int]) -> Array:
     """The output of some rows."""
-    d = d | {name: d[name][rows] for name in ("activation", "gate_logits", "expert_indices", "expert_logits", "input")}
+    d = d | {name: d[name][rows] for name in ("activation", "gate_logits", "expert_indices", "input")}
     p, output = on_device(gpu, d), Output(gpu, (len(rows), d["N"]))
     ops.spark_moe_down_blend_nvfp4(
         gpu, gpu.kernel(*DOWN.split("::")), p["activation"], _tables(p, ""), p["gate_logits"], p["expert_indices"],
-        p["expert_logits"], _shared(p, "sh_down"), p["input"], p["gate_weight"], output.ptr, len(rows), d["N"], d["K"],
+        _shared(p, "sh_down"), p["input"], p["gate_weight"], output.ptr, len(rows), d["N"], d["K"],
         d["num_experts"], d["top_k"], bool(d["normalize"]), gpu.default_stream(),
     )  # fmt: skip
     return output.read()
@@ -113,12 +113,12 @@ def test_impossible_numbers_are_refused(
     first, second = (gpu.kernel(*each.split("::")) for each in (GATE_UP, DOWN))
     with pytest.raises(InvalidArgumentError) as error:
         ops.spark_moe_route_gate_up_nvfp4(
-            gpu, first, p, p, tables, tables, p, p, None, None, p, rows, n, k, experts, top_k, s
+            gpu, first, p, p, tables, tables, p, None, None, p, rows, n, k, experts, top_k, s
         )
     assert error.value.name == name
     with pytest.raises(InvalidArgumentError) as error:
         ops.spark_moe_down_blend_nvfp4(
-            gpu, second, p, tables, p, p, p, None, p, DevicePtr.NULL, p, rows, n, k, experts, top_k, True, s
+            gpu, second, p, tables, p, p, None, p, DevicePtr.NULL, p, rows, n, k, experts, top_k, True, s
         )
     assert error.value.name == name
 
@@ -128,7 +128,7 @@ def test_too_many_slices_and_odd_gates_are_refused(gpu: GpuBackend, rng: np.rand
     tables = Nvfp4Tables(p, p, p)
     for n, k, name in ((8, 128 * 25, "k"), (12, 32, "n")):
         with pytest.raises(InvalidArgumentError) as error:
-            ops.spark_moe_down_blend_nvfp4(gpu, kernel, p, tables, p, p, p, None, p, p, p, 1, n, k, 4, 2, True, s)
+            ops.spark_moe_down_blend_nvfp4(gpu, kernel, p, tables, p, p, None, p, p, p, 1, n, k, 4, 2, True, s)
         assert error.value.name == name
     assert ops.fits(512, 2048, 10)
     assert ops.fits(1024, 32, 8)

@@ -241,7 +241,7 @@ class MoeLayer:
         logits, weights = buf.gate_logits(), ids.offset(_ROUTE * k)
         dense_gemv(gpu, self.dense_gemv_k, normed, self.weights.gate, logits, self.num_experts, h, stream)
         if self._step_k:
-            self._step(normed, output, 1, ids, weights, buf, stream)
+            self._step(normed, output, 1, ids, buf, stream)
             return
         self.router.route(logits, ids, weights, stream)
         self._experts(self.gate_up_k, self.down_k, normed, ids, None, buf, stream)
@@ -261,7 +261,7 @@ class MoeLayer:
             rows = normed.offset(first * h * _BF16)
             dense_gemv_batchm(gpu, router, rows, self.weights.gate, at, some, experts, h, experts, stream)
         if self._step_k:
-            self._step(normed, output, m, ids, weights, buf, stream)
+            self._step(normed, output, m, ids, buf, stream)
             return
         self.router.route_rows(logits, ids, weights, m, stream)
         self._experts(gate_up, down, normed, ids, m, buf, stream)
@@ -276,11 +276,10 @@ class MoeLayer:
         output: DevicePtr,
         m: int,
         ids: DevicePtr,
-        chosen: DevicePtr,
         buf: BufferArena,
         stream: StreamLike,
     ) -> None:
-        """All behind the router's product in two launches; `chosen` gets the logits of the experts `ids`."""
+        """All behind the router's product in two launches."""
         gpu, h, k, inter, experts = self.gpu, self.h, self.top_k, self.inter, self.num_experts
         step = self.format.step
         assert step is not None
@@ -289,11 +288,11 @@ class MoeLayer:
         sh_gate, sh_up, sh_down = (shared and getattr(shared, f"{each}_proj") for each in _PROJECTIONS)
         logits, activation = buf.gate_logits(), buf.expert_down_out()
         step.gate_up(
-            gpu, gate_up, normed, logits, self._gate, self._up, ids, chosen, sh_gate, sh_up, activation,
+            gpu, gate_up, normed, logits, self._gate, self._up, ids, sh_gate, sh_up, activation,
             m, inter, h, experts, k, stream,
         )  # fmt: skip
         step.down(
-            gpu, down, activation, self._down, logits, ids, chosen, sh_down, normed, self.weights.shared_expert_gate,
+            gpu, down, activation, self._down, logits, ids, sh_down, normed, self.weights.shared_expert_gate,
             output, m, h, inter, experts, k, self.router.routing.normalize, stream,
         )  # fmt: skip
 

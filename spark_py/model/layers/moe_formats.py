@@ -142,15 +142,13 @@ def _bf16_step_gate_up(
     gate: DevicePtr,
     up: DevicePtr,
     expert_indices: DevicePtr,
-    expert_logits: DevicePtr,
     sh_gate: DenseWeight | None,
     sh_up: DenseWeight | None,
     activation: DevicePtr,
     *sizes: Any,
 ) -> None:
     shared = (sh_gate or DevicePtr.NULL, sh_up or DevicePtr.NULL)
-    routing = (expert_indices, expert_logits)
-    spark_moe_route_gate_up_bf16(gpu, kernel, input, gate_logits, gate, up, *routing, *shared, activation, *sizes)
+    spark_moe_route_gate_up_bf16(gpu, kernel, input, gate_logits, gate, up, expert_indices, *shared, activation, *sizes)
 
 
 def _bf16_step_down(
@@ -160,11 +158,10 @@ def _bf16_step_down(
     down: DevicePtr,
     gate_logits: DevicePtr,
     expert_indices: DevicePtr,
-    expert_logits: DevicePtr,
     sh_down: DenseWeight | None,
     *rest: Any,
 ) -> None:
-    routing = (gate_logits, expert_indices, expert_logits)
+    routing = (gate_logits, expert_indices)
     spark_moe_down_blend_bf16(gpu, kernel, activation, down, *routing, sh_down or DevicePtr.NULL, *rest)
 
 

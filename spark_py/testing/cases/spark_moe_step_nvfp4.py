@@ -57,7 +57,6 @@ def down(
         **NVFP4.shared("sh_down", None if elsewhere else NVFP4.draw(rng, n, size)),
         "gate_logits": logits,
         "expert_indices": order.astype(np.uint32),
-        "expert_logits": np.take_along_axis(logits, order, axis=1).astype(F32),
         "input": normal(rng, rows, n),
         "gate_weight": None if n % 8 else normal(rng, n, scale=2.0 * n**-0.5),
         "N": n,
