@@ -63,8 +63,8 @@ def spark_moe_down_blend_bf16(
     normalize: bool,
 ) -> Bf16Array:
     """BF16 [T, N] of activation FP32 [T, k + 1, K]: `moe_weighted_sum_blend` of bf16(activation . w) of each slot's
-    `down` weights [N, K], with the softmax weights that router logits [T, E] give the experts `indices` [T, k], x [T, N]
-    and gate_weight [N], which may be None."""
+    `down` weights [N, K], with the softmax weights that router logits [T, E] give the experts `indices` [T, k],
+    x [T, N] and gate_weight [N], which may be None."""
     with np.errstate(all="ignore"):
         weights, rows = softmax_weights(to_f32(logits), indices, normalize), []
         for acts, experts, shares, one in zip(activation, down, weights, x, strict=True):

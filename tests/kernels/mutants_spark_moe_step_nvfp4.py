@@ -32,8 +32,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "                    read_x(slice);",
         "                    read_x(warp);",
     ),
-    _cu(_GATE_UP, "gate's factor for up", "(up ? up_scale2_vals : gate_scale2_vals)[id]", "gate_scale2_vals[id]"),
-    _cu(_GATE_UP, "a factor where no weights are", "(up ? ups : gates)[id].codes != 0u ?", "true ?"),
+    _cu(
+        _GATE_UP, "gate's factor for up", "(up ? up_scale2_vals : gate_scale2_vals)[expert]", "gate_scale2_vals[expert]"
+    ),
+    _cu(_GATE_UP, "a factor where no weights are", "(up ? ups : gates)[expert].codes != 0u ?", "true ?"),
     _cu(
         _GATE_UP,
         "k past the row",
@@ -56,14 +58,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _cu(
         _DOWN,
         "elements of a block in another order",
-        "fp4_split(low[i].y, high[i].y, upper.y",
-        "fp4_split(low[i].y, high[i].y, upper.z",
+        "fp4_split(low.x, high.x, upper.x,",
+        "fp4_split(high.x, low.x, upper.x,",
     ),
     _cu(
         _DOWN,
         "the first share for every slot",
-        "routed[i] + shares[slot] * rows[i];",
-        "routed[i] + shares[0] * rows[i];",
+        "share, static_cast<int>(turn == 0u ? 0u : slot));",
+        "share, 0);",
     ),
     _cu(_DOWN, "the shared expert's factor left out", "* (sh_down_s2 * FP4_LOWERED);", "* FP4_LOWERED;"),
     _cu(
@@ -72,7 +74,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "routed_sums[warp][to] = lane % 4u == 0u ?",
         "routed_sums[warp][to] = lane % 4u != 0u ?",
     ),
-    _cu(_DOWN, "a factor where no weights are", "lane < top_k && table[ids[lane]].codes != 0u", "lane < top_k"),
+    _cu(_DOWN, "a factor where no weights are", "lane < top_k && table[id].codes != 0u ?", "lane < top_k ?"),
     Mutant(
         _DOWN,
         "the shared expert without its gate",

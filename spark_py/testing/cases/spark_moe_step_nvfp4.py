@@ -17,7 +17,13 @@ from .moe_silu_mul import SILU_BOUND, SILU_FLOOR
 from .moe_topk import WEIGHT_BOUND, softmax, ties
 from .moe_weighted_sum_blend import exact
 
-SHAPES = ((1, 1, 32, 1, 1, 1), (3, 9, 288, 3, 5, 3), (2, 24, 2080, 2, 33, 2), (1, 40, 2304, 3, 4, 3))
+SHAPES = (
+    (1, 1, 32, 1, 1, 1),
+    (3, 9, 288, 3, 5, 3),
+    (2, 24, 2080, 2, 33, 2),
+    (1, 40, 2304, 3, 4, 3),
+    (2, 2, 32, 9, 100, 2),
+)
 """Rows, width of an expert, width of the model, experts of a row, and experts in all, of a gate and up projection; and
 its blocks."""
 DOWN_SHAPES = ((1, 1, 32, 1, 1), (3, 24, 288, 3, 5), (2, 40, 160, 10, 33), (1, 17, 2080, 2, 3), (1, 1032, 32, 2, 3))
@@ -30,7 +36,7 @@ def gate_up(
     """Arguments of a gate and up projection. With `elsewhere` every other expert is, and the shared one."""
     drawn: dict[str, Argument] = {
         "A": normal(rng, rows, size, scale=4.0 * size**-0.5),
-        "gate_logits": ties(rng, rows, experts) if experts == 33 else normal(rng, rows, experts, scale=2.0),
+        "gate_logits": ties(rng, rows, experts) if experts >= 33 else normal(rng, rows, experts, scale=2.0),
         "N": n,
         "K": size,
         "num_experts": experts,
