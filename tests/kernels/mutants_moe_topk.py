@@ -70,13 +70,13 @@ MUTANTS: tuple[Mutant, ...] = (
             _NORMALIZE_CU,
             _NORMALIZE_CU + " else {\n        weight = weight * sum / topk_sum(weight * sum);\n    }",
         ),
-        py=Patch(_PY, "    if normalize:\n", "    if normalize or top_k < values.shape[1]:\n"),
+        py=Patch(_PY, "    if normalize:\n", "    if normalize or indices.shape[1] < values.shape[1]:\n"),
     ),
     Mutant(
         _ONE,
         "never normalised",
         cu=Patch(_CU, "if (normalize) {", "if (normalize && experts == 0u) {"),
-        py=Patch(_PY, "    if normalize:\n", "    if normalize and top_k > 32:\n"),
+        py=Patch(_PY, "    if normalize:\n", "    if normalize and indices.shape[1] > 32:\n"),
     ),
     Mutant(
         _ONE,

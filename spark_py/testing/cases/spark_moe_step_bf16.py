@@ -18,7 +18,7 @@ from .moe_silu_mul import SILU_BOUND, SILU_FLOOR
 from .moe_topk import WEIGHT_BOUND, softmax, ties
 from .moe_weighted_sum_blend import exact
 
-SHAPES = ((1, 1, 8, 1, 1), (3, 9, 264, 3, 5), (2, 17, 2056, 2, 33), (1, 5, 4112, 4, 8), (3, 2, 16, 9, 300))
+SHAPES = ((1, 1, 8, 1, 1), (3, 9, 264, 3, 5), (2, 17, 2056, 2, 33), (1, 5, 4112, 4, 8), (5, 2, 16, 9, 300))
 """Rows, width of an expert, width of the model, experts of a row, and experts in all, of a gate and up projection."""
 DOWN_SHAPES = ((1, 1, 8, 1, 1), (3, 24, 264, 3, 5), (2, 40, 1032, 2, 33), (1, 17, 512, 10, 12), (1, 1032, 8, 2, 3))
 """The same of a down projection, the model's width before the expert's; with a gate where that is whole chunks."""
