@@ -94,6 +94,7 @@ __device__ __forceinline__ void spark_rms_norm_row(const __nv_bfloat16* x, const
     const unsigned pairs = spark_pairs(size);
     const RmsPairs weights = spark_load_pairs<WIDE>(weight, pairs, size);
     spark_wait_for_previous();
+    spark_let_next_start();
     const RmsPairs words = spark_load_pairs<WIDE>(x, pairs, size);
     float squares = 0.0f;
     const auto add = [&](unsigned pair, unsigned word) {
@@ -142,6 +143,7 @@ __device__ __forceinline__ void spark_add_norm_row(__nv_bfloat16* hidden, const 
     const unsigned pairs = spark_pairs(size);
     const RmsPairs weights = spark_load_pairs<WIDE>(weight, pairs, size);
     spark_wait_for_previous();
+    spark_let_next_start();
     RmsPairs sums = spark_load_pairs<WIDE>(hidden, pairs, size);
     const RmsPairs added = spark_load_pairs<WIDE>(src, pairs, size);
     float squares = 0.0f;

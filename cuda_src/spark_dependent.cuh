@@ -6,8 +6,9 @@
 //     that has ended says that all before it have, and what those wrote is there.
 //   - Before that call a thread reads nothing but weights (the parameters that the catalogue calls `early`), which no
 //     kernel of a graph writes.
-//   - Every thread calls spark_let_next_start once or more, as early as the next kernel's blocks are welcome beside this
-//     one's: at the beginning as a rule.
+//   - Every thread calls spark_let_next_start. A product that fills the GPU and asks for weights early does so at its
+//     beginning: the next kernel's blocks come as its own end. Others do so right after the wait: what the next kernel
+//     asks for early would else stand in the way of their own loads, and of the last blocks of the kernel before.
 // A kernel that was launched the ordinary way passes both calls at once. Before Hopper there is neither.
 #pragma once
 

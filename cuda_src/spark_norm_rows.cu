@@ -38,12 +38,12 @@ extern "C" __global__ void __launch_bounds__(1024)
     spark_norm_concat(const __nv_bfloat16* first, const __nv_bfloat16* second, const __nv_bfloat16* first_weight,
                       const __nv_bfloat16* second_weight, __nv_bfloat16* out, unsigned int hidden_size,
                       unsigned int one_plus, float eps) {
-    spark_let_next_start();
     const size_t row = blockIdx.y;
     const unsigned count = hidden_size / 2u;
     const __nv_bfloat16* x = (blockIdx.x == 0u ? first : second) + row * hidden_size;
     const RmsPairs weight = spark_load_pairs<true>(blockIdx.x == 0u ? first_weight : second_weight, count, hidden_size);
     spark_wait_for_previous();
+    spark_let_next_start();
     const RmsPairs pairs = spark_load_pairs<true>(x, count, hidden_size);
     norm_pairs(pairs, weight, out + (2u * row + blockIdx.x) * hidden_size, count, one_plus != 0u, eps);
 }
@@ -52,11 +52,11 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void __launch_bounds__(1024)
     spark_add_then_norm(__nv_bfloat16* hidden, const __nv_bfloat16* src, const __nv_bfloat16* weight,
                         __nv_bfloat16* output, unsigned int hidden_size, unsigned int one_plus, float eps) {
-    spark_let_next_start();
     const size_t start = static_cast<size_t>(blockIdx.x) * hidden_size;
     const unsigned count = hidden_size / 2u;
     const RmsPairs scale = spark_load_pairs<true>(weight, count, hidden_size);
     spark_wait_for_previous();
+    spark_let_next_start();
     RmsPairs pairs = spark_load_pairs<true>(hidden + start, count, hidden_size);
     const RmsPairs added = spark_load_pairs<true>(src + start, count, hidden_size);
 #pragma unroll

@@ -24,23 +24,42 @@ struct Shape {
     bool one_plus;
 };
 
+// What a thread knows before the kernel waits for the one before it.
+struct Known {
+    double frequency;  // of the pair (i, i + rotary_dim / 2)
+    unsigned weights;  // of the elements 2i and 2i + 1
+    bool normed;
+};
+
+__device__ __forceinline__ Known know(const __nv_bfloat16* weight, const Shape& shape) {
+    const unsigned i = threadIdx.x;
+    Known known = {0.0, 0u, weight != nullptr};
+    if (known.normed && i < spark_pairs(shape.head_dim)) {
+        known.weights = spark_load_pair<false>(weight, i, shape.head_dim);
+    }
+    if (i < shape.rotary_dim / 2u) {
+        const double exponent = static_cast<double>(2u * i) / static_cast<double>(shape.rotary_dim);
+        known.frequency = 1.0 / pow(static_cast<double>(shape.theta), exponent);
+    }
+    return known;
+}
+
 // One head, normed where there is a weight and rotated: store(element, value) takes each element once, rounded to BF16.
-// Every thread of the block calls.
+// `word` is this thread's pair of it. Every thread of the block calls.
 template <class Store>
-__device__ __forceinline__ void make_head(const __nv_bfloat16* x, const __nv_bfloat16* weight, const Shape& shape,
-                                          unsigned position, Store store) {
+__device__ __forceinline__ void make_head(unsigned word, const Known& known, const Shape& shape, unsigned position,
+                                          Store store) {
     __shared__ float normed[LARGEST_HEAD];
     const unsigned i = threadIdx.x;
     const unsigned pairs = spark_pairs(shape.head_dim);
-    const unsigned word = i < pairs ? spark_load_pair<false>(x, i, shape.head_dim) : 0u;
     unsigned made = word;
-    if (weight != nullptr) {
+    if (known.normed) {
         const float x0 = spark_low(word);
         const float x1 = spark_high(word);
         const float squares = i < pairs ? x0 * x0 + x1 * x1 : 0.0f;
         const float r = spark_inverse_rms(spark_block_sum(squares), shape.head_dim, shape.eps);
-        const unsigned w = i < pairs ? spark_load_pair<false>(weight, i, shape.head_dim) : 0u;
-        made = shape.one_plus ? spark_scale_pair<true>(word, r, w) : spark_scale_pair<false>(word, r, w);
+        made = shape.one_plus ? spark_scale_pair<true>(word, r, known.weights)
+                              : spark_scale_pair<false>(word, r, known.weights);
     }
     if (i < pairs) {
         normed[2u * i] = spark_low(made);
@@ -51,9 +70,7 @@ __device__ __forceinline__ void make_head(const __nv_bfloat16* x, const __nv_bfl
     __syncthreads();
     const unsigned half = shape.rotary_dim / 2u;
     if (i < half) {
-        const double exponent = static_cast<double>(2u * i) / static_cast<double>(shape.rotary_dim);
-        const double frequency = 1.0 / pow(static_cast<double>(shape.theta), exponent);
-        const float angle = static_cast<float>(static_cast<double>(position) * frequency);
+        const float angle = static_cast<float>(static_cast<double>(position) * known.frequency);
         const float c = cosf(angle);
         const float s = sinf(angle);
         const float x0 = normed[i];
@@ -72,31 +89,38 @@ __device__ __forceinline__ void prepare(__nv_bfloat16* Q, __nv_bfloat16* K, cons
                                         Element* v_cache, const unsigned* positions, const long long* slots,
                                         unsigned position_stride, unsigned slot_stride, const Shape& shape, Put put) {
     const size_t row = blockIdx.y;
+    const bool is_query = blockIdx.x < shape.num_q_heads;
+    const bool is_key = !is_query && blockIdx.x - shape.num_q_heads < shape.num_kv_heads;
+    const unsigned head = is_query ? blockIdx.x : (blockIdx.x - shape.num_q_heads) % shape.num_kv_heads;
+    const size_t tokens = static_cast<size_t>(shape.num_kv_heads) * shape.head_dim;
+    const size_t from = row * (is_query ? shape.q_stride : tokens) + static_cast<size_t>(head) * shape.head_dim;
+    __nv_bfloat16* x = (is_query ? Q : K) + from;
+    const Known known = know(is_query ? q_weight : is_key ? k_weight : nullptr, shape);
+    spark_wait_for_previous();
+    spark_let_next_start();
     const unsigned position = positions[row * position_stride];
-    if (blockIdx.x < shape.num_q_heads) {
-        __nv_bfloat16* x = Q + row * shape.q_stride + static_cast<size_t>(blockIdx.x) * shape.head_dim;
-        make_head(x, q_weight, shape, position, [=](unsigned i, __nv_bfloat16 value) { x[i] = value; });
+    // The head is on its way before anything asks for the slot.
+    const bool mine = (is_query || is_key) && threadIdx.x < spark_pairs(shape.head_dim);
+    const unsigned word = mine ? spark_load_pair<false>(x, threadIdx.x, shape.head_dim) : 0u;
+    if (is_query) {
+        make_head(word, known, shape, position, [=](unsigned i, __nv_bfloat16 value) { x[i] = value; });
         return;
     }
+    const __nv_bfloat16 plain = is_key ? __nv_bfloat16() : V[from + threadIdx.x];
     const long long slot = slots[row * slot_stride];
     const bool kept = slot >= 0;
-    const bool is_key = blockIdx.x - shape.num_q_heads < shape.num_kv_heads;
-    const unsigned head = (blockIdx.x - shape.num_q_heads) % shape.num_kv_heads;
-    const size_t tokens = static_cast<size_t>(shape.num_kv_heads) * shape.head_dim;
     const size_t block = static_cast<size_t>(slot) / shape.block_size;
     const size_t to = block * shape.cache_stride + (static_cast<size_t>(slot) - block * shape.block_size) * tokens +
                       static_cast<size_t>(head) * shape.head_dim;
-    const size_t from = row * tokens + static_cast<size_t>(head) * shape.head_dim;
     if (is_key) {
-        __nv_bfloat16* x = K + from;
-        make_head(x, k_weight, shape, position, [=](unsigned i, __nv_bfloat16 value) {
+        make_head(word, known, shape, position, [=](unsigned i, __nv_bfloat16 value) {
             x[i] = value;
             if (kept) {
                 put(k_cache + to + i, value, true);
             }
         });
     } else if (kept) {
-        put(v_cache + to + threadIdx.x, V[from + threadIdx.x], false);
+        put(v_cache + to + threadIdx.x, plain, false);
     }
 }
 
@@ -112,8 +136,6 @@ extern "C" __global__ void __launch_bounds__(256)
                              unsigned int num_kv_heads, unsigned int head_dim, unsigned int rotary_dim,
                              unsigned int block_size, unsigned int q_stride, unsigned long long cache_stride,
                              unsigned int one_plus, float eps, float theta) {
-    spark_let_next_start();
-    spark_wait_for_previous();
     const Shape shape = {num_q_heads, num_kv_heads, head_dim, rotary_dim,    block_size,
                          q_stride,    cache_stride, eps,      theta,         one_plus != 0u};
     prepare(Q, K, V, q_weight, k_weight, k_cache, v_cache, positions, slots, position_stride, slot_stride, shape,
@@ -130,8 +152,6 @@ extern "C" __global__ void __launch_bounds__(256)
                                  unsigned int num_kv_heads, unsigned int head_dim, unsigned int rotary_dim,
                                  unsigned int block_size, unsigned int q_stride, unsigned long long cache_stride,
                                  unsigned int one_plus, float eps, float theta, float k_scale, float v_scale) {
-    spark_let_next_start();
-    spark_wait_for_previous();
     const Shape shape = {num_q_heads, num_kv_heads, head_dim, rotary_dim,    block_size,
                          q_stride,    cache_stride, eps,      theta,         one_plus != 0u};
     const float k_inverse = 1.0f / k_scale;

@@ -24,7 +24,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the kernel before is waited for by those that store alone",
         cu=Patch(
             "residual_add.cu",
-            "src, unsigned int n) {\n    spark_let_next_start();\n    spark_wait_for_previous();\n",
+            "src, unsigned int n) {\n    spark_wait_for_previous();\n",
             "src, unsigned int n) {\n    if (blockIdx.x * blockDim.x + threadIdx.x < n) {\n"
             "        spark_wait_for_previous();\n    }\n",
         ),

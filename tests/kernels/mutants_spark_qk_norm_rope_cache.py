@@ -10,20 +10,24 @@ _BF16 = "spark_qk_norm_rope_cache::spark_qk_norm_rope_cache"
 _FP8 = _BF16 + "_fp8"
 _TURNED_PY = "keys[...] = _headwise(keys, weights[1], positions, rotary_dim, eps, theta, one_plus)"
 _START_PY = "start = slot // block_size * cache_stride + slot % block_size * made.shape[1]"
-_PLUS_CU = "made = shape.one_plus ? spark_scale_pair<true>(word, r, w) : spark_scale_pair<false>(word, r, w);"
+_PLUS_CU = "made = shape.one_plus ? spark_scale_pair<true>(word, r, known.weights)"
 _BLOCK_CU = "const size_t to = block * shape.cache_stride +"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _BF16,
         "plain weights always",
-        cu=Patch(_CU, _PLUS_CU, "made = spark_scale_pair<false>(word, r, w);"),
+        cu=Patch(_CU, _PLUS_CU, _PLUS_CU.replace("<true>", "<false>")),
         py=Patch(_PY, "norm = rms_norm if plus else rms_norm_vanilla", "norm = rms_norm_vanilla"),
     ),
     Mutant(
         _BF16,
         "keys with the weight of queries",
-        cu=Patch(_CU, "make_head(x, k_weight, shape, position, [=]", "make_head(x, q_weight, shape, position, [=]"),
+        cu=Patch(
+            _CU,
+            "know(is_query ? q_weight : is_key ? k_weight : nullptr",
+            "know(is_query || is_key ? q_weight : nullptr",
+        ),
         py=Patch(_PY, _TURNED_PY, _TURNED_PY.replace("weights[1]", "weights[0]")),
     ),
     Mutant(
@@ -59,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _BF16,
         "rows of queries packed",
-        cu=Patch(_CU, "Q + row * shape.q_stride +", "Q + row * shape.num_q_heads * shape.head_dim +"),
+        cu=Patch(_CU, "is_query ? shape.q_stride :", "is_query ? shape.num_q_heads * shape.head_dim :"),
     ),
     Mutant(
         _BF16,
@@ -89,8 +93,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "heads of a row all at the first",
         cu=Patch(
             _CU,
-            "static_cast<size_t>(head) * shape.head_dim;\n    const size_t from",
-            "0u * static_cast<size_t>(head) * shape.head_dim;\n    const size_t from",
+            "static_cast<size_t>(head) * shape.head_dim;\n    if (is_key)",
+            "0u * static_cast<size_t>(head) * shape.head_dim;\n    if (is_key)",
         ),
     ),
 )

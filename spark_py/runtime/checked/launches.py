@@ -131,7 +131,8 @@ class LaunchOps(KernelOps):
             raw = self._stream(stream)
             scalars: Sequence[Any]
             pointers, scalars = self._plain(plan, args, kinds)
-            run = self._run_in(self._captures[raw], plan, pointers) if raw in self._captures else plan.run
+            capture = self._captures.get(raw)
+            run = plan.run if capture is None else self._run_in(capture, plan, pointers)
             try:
                 run(raw, pointers, scalars)
             except (struct.error, OverflowError):
@@ -216,8 +217,9 @@ class LaunchOps(KernelOps):
         self, plan: Plan, stream: int, values: Sequence[Any], handle: KernelHandle, args: Sequence[Argument]
     ) -> None:
         """What only captures, traces, debugging and streams of other libraries ask for."""
-        if stream in self._captures:
-            self._captures[stream].written.update(self._allocations(values[i] for i in plan.kernel.written))
+        capture = self._captures.get(stream)
+        if capture is not None:
+            capture.written.update(self._allocations(values[i] for i in plan.kernel.written))
             self._queued(stream, *self._pointed(plan, values))
         else:
             self._queued(stream)
