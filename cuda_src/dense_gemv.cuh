@@ -25,11 +25,11 @@ __device__ __forceinline__ float spark_dot_chunk(float sum, uint4 a, uint4 b) {
     return spark_dot_word(sum, a.w, b.w);
 }
 
-// The share of thread `lane` (0..63) of a row of `chunks` chunks. Four chunks are in flight at a time.
-__device__ __forceinline__ float spark_dot_share(const uint4* a, const uint4* b, unsigned chunks, unsigned lane) {
+// `sum` and the share of a thread of a row of `chunks` chunks, from chunk c on: its lane (0..63) for the whole share. Four
+// chunks are in flight at a time.
+__device__ __forceinline__ float spark_dot_share(const uint4* a, const uint4* b, unsigned chunks, unsigned c,
+                                                 float sum = 0.0f) {
     constexpr unsigned DEPTH = 4u;
-    float sum = 0.0f;
-    unsigned c = lane;
     for (; c + (DEPTH - 1u) * SPARK_DOT_THREADS < chunks; c += DEPTH * SPARK_DOT_THREADS) {
         uint4 wa[DEPTH];
         uint4 wb[DEPTH];

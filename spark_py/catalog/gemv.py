@@ -29,7 +29,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         function="dense_gemv_bf16",
         params=(
             pointer("A", "bf16", "r", lambda c: (c.K,), align=WIDE_LOAD),
-            pointer("B", "bf16", "r", lambda c: (c.N, c.K), align=WIDE_LOAD),
+            pointer("B", "bf16", "r", lambda c: (c.N, c.K), align=WIDE_LOAD, early=True),
             pointer("C", "bf16", "w", lambda c: (c.N,)),
             u32("N"),
             u32("K"),

@@ -21,6 +21,21 @@ def largest_first(logits: F32Array, top_k: int) -> U32Array:
     return np.asarray(order, np.uint32)
 
 
+def softmax_weights(values: F32Array, indices: U32Array, normalize: bool) -> F32Array:
+    """The weights FP32 [T, k] of the experts `indices` [T, k], that of the largest logit first, among all logits FP32
+    [T, E], as `moe_topk_softmax` has them."""
+    best = np.take_along_axis(values, indices.astype(np.intp), axis=1)
+    top = best[:, :1]
+    terms = padded(np.exp(values - top), MAX_EXPERTS).reshape(len(values), -1, WARP)
+    lanes = np.zeros((len(values), WARP), np.float32)
+    for turn in range(terms.shape[1]):
+        lanes = lanes + terms[:, turn]
+    weights: F32Array = np.exp(best - top) / halving_sum(lanes)[:, None]
+    if normalize:
+        weights = weights / halving_sum(padded(weights, WARP))[:, None]
+    return weights
+
+
 def moe_topk_softmax(logits: Bf16Array, top_k: int, normalize: bool) -> tuple[U32Array, F32Array]:
     """(indices u32 [T, k], weights FP32 [T, k]) of router logits BF16 [T, E].
 
@@ -31,13 +46,5 @@ def moe_topk_softmax(logits: Bf16Array, top_k: int, normalize: bool) -> tuple[U3
     with np.errstate(all="ignore"):
         values = to_f32(logits)
         indices = largest_first(values, top_k)
-        best = np.take_along_axis(values, indices.astype(np.intp), axis=1)
-        top = best[:, :1]
-        terms = padded(np.exp(values - top), MAX_EXPERTS).reshape(len(values), -1, WARP)
-        lanes = np.zeros((len(values), WARP), np.float32)
-        for turn in range(terms.shape[1]):
-            lanes = lanes + terms[:, turn]
-        weights = np.exp(best - top) / halving_sum(lanes)[:, None]
-        if normalize:
-            weights = weights / halving_sum(padded(weights, WARP))[:, None]
+        weights = softmax_weights(values, indices, normalize)
     return indices, weights

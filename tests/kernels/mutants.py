@@ -42,6 +42,8 @@ FAMILIES = (
     "moe_experts",
     "moe_blend",
     "moe_bf16",
+    "spark_moe_step_bf16",
+    "spark_moe_step_nvfp4",
     "moe_v4",
     "hyper_connection",
     "mxfp4",

@@ -38,8 +38,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "another lane to chunk mapping",
         cu=Patch(
             "gemv.cu",
-            "K / SPARK_DOT_CHUNK, lane);",
-            "K / SPARK_DOT_CHUNK, lane * 2u % SPARK_DOT_THREADS + lane / 32u);",
+            "chunks, lane + EARLY * SPARK_DOT_THREADS, sum);",
+            "chunks, lane * 2u % SPARK_DOT_THREADS + lane / 32u + EARLY * SPARK_DOT_THREADS, sum);",
         ),
         py=Patch("gemv.py", _APART_PY, "reshape(count, turns, CHUNK, lanes).transpose(1, 2, 0, 3)"),
     ),
@@ -77,6 +77,6 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gemv::dense_gemv_bf16@far",
         "32-bit row offset",
-        cu=Patch("gemv.cu", "B + row * K;", "B + static_cast<unsigned>(row) * K;"),
+        cu=Patch("gemv.cu", "B + row * K);", "B + static_cast<unsigned>(row) * K);"),
     ),
 )

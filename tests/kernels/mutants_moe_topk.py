@@ -7,7 +7,7 @@ from .mutants import Mutant, Patch
 
 _ONE = "moe_topk::moe_topk_softmax"
 _BATCHED = "moe_topk::moe_topk_softmax_batched"
-_CU, _PY = "moe_topk.cu", "moe_topk.py"
+_CU, _CUH, _PY = "moe_topk.cu", "moe_topk.cuh", "moe_topk.py"
 
 _ORDER_PY = 'order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]'
 _DOWNWARDS_CU = (
@@ -22,7 +22,7 @@ MUTANTS: tuple[Mutant, ...] = (
         _ONE,
         "ties to the highest index",
         cu=Patch(
-            _CU,
+            _CUH,
             _DOWNWARDS_CU,
             _DOWNWARDS_CU.replace("0xffffu - ", ""),
         ),
@@ -35,7 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _ONE,
         "-0 below +0",
-        cu=Patch(_CU, "bits != magnitude && magnitude != 0u", "bits != magnitude"),
+        cu=Patch(_CUH, "bits != magnitude && magnitude != 0u", "bits != magnitude"),
         py=Patch(
             _PY,
             _ORDER_PY,
@@ -45,7 +45,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _ONE,
         "NaN wins",
-        cu=Patch(_CU, "magnitude > TOPK_INFINITY ? 0u : number", "number"),
+        cu=Patch(_CUH, "magnitude > TOPK_INFINITY ? 0u : number", "number"),
         py=Patch(_PY, "np.argsort(-logits,", "np.argsort(-np.nan_to_num(logits, nan=np.inf),"),
     ),
     Mutant(
@@ -70,13 +70,13 @@ MUTANTS: tuple[Mutant, ...] = (
             _NORMALIZE_CU,
             _NORMALIZE_CU + " else {\n        weight = weight * sum / topk_sum(weight * sum);\n    }",
         ),
-        py=Patch(_PY, "        if normalize:\n", "        if normalize or top_k < values.shape[1]:\n"),
+        py=Patch(_PY, "    if normalize:\n", "    if normalize or indices.shape[1] < values.shape[1]:\n"),
     ),
     Mutant(
         _ONE,
         "never normalised",
         cu=Patch(_CU, "if (normalize) {", "if (normalize && experts == 0u) {"),
-        py=Patch(_PY, "        if normalize:\n", "        if normalize and top_k > 32:\n"),
+        py=Patch(_PY, "    if normalize:\n", "    if normalize and indices.shape[1] > 32:\n"),
     ),
     Mutant(
         _ONE,
@@ -110,6 +110,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "expert_weights + token * top_k,\n                 num_experts, top_k, normalize != 0u);",
             "expert_weights + token * top_k,\n                 num_experts, top_k, true);",
         ),
-        py=Patch(_PY, "        if normalize:\n", "        if True:\n"),
+        py=Patch(_PY, "    if normalize:\n", "    if True:\n"),
     ),
 )

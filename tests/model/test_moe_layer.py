@@ -64,6 +64,8 @@ def assert_close(rig: MoeRig, x: Array, got: Array, logits: Array) -> None:
         {"shared_expert_intermediate_size": 0},
         {"num_experts": 1, "num_experts_per_tok": 1},
         {"num_experts_per_tok": 7},
+        {"hidden_size": 256, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "missing": (0, 4)},
+        {"hidden_size": 256, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 0, "gated": False},
     ],
     ids=str,
 )
@@ -78,12 +80,13 @@ def test_a_row_is_the_mixture_of_its_experts(
 
 
 @each_kind
-@pytest.mark.parametrize("shared", [48, 80])
+@pytest.mark.parametrize(("hidden", "inter", "shared"), [(64, 48, 48), (64, 48, 80), (256, 64, 64)])
 def test_rows_have_the_bits_that_they_have_alone(
-    gpu: GpuBackend, rng: np.random.Generator, kind: Kind, shared: int
+    gpu: GpuBackend, rng: np.random.Generator, kind: Kind, hidden: int, inter: int, shared: int
 ) -> None:
     # More rows than the router's kernel takes at once, and a tie among the logits of the last.
-    rig = moe_rig(gpu, rng, kind, rows=19, shared_expert_intermediate_size=shared)
+    widths = {"hidden_size": hidden, "moe_intermediate_size": inter, "shared_expert_intermediate_size": shared}
+    rig = moe_rig(gpu, rng, kind, rows=19, **widths)
     x = rows_of(rng, rig, 19)
     x[-1] = 0.0
     with rig.layer() as layer:
@@ -115,6 +118,19 @@ def test_a_set_without_kernels_for_several_rows_loops(gpu: GpuBackend, rng: np.r
                 layer.router.rows_kernel = type(layer.router.rows_kernel)(0)
             assert not layer.rows_in_one_pass
             assert_same_bits(rig.run(layer, x), together, function)
+
+
+def test_two_launches_where_their_kernels_do(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    def two(kind: str, inter: int, shared: int) -> bool:
+        widths = {"hidden_size": 256, "moe_intermediate_size": inter, "shared_expert_intermediate_size": shared}
+        with moe_rig(gpu, rng, KINDS[kind], **widths).layer() as layer:
+            return bool(layer._step_k)
+
+    assert [two("bf16", 48, shared) for shared in (48, 0, 80)] == [True, True, False]
+    assert [two("nvfp4", inter, inter) for inter in (64, 48)] == [True, False]
+    assert not two("fp8", 64, 64)
+    # Activations in FP32 that would not fit where the experts' outputs go.
+    assert not two("bf16", 104, 104)
 
 
 @each_kind

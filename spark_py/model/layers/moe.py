@@ -84,9 +84,10 @@ class MoeLayer:
             self.release()
             raise
         log.info(
-            "%s: %d experts in %s, %d a token, widths %d and (shared) %d, rows %s",
+            "%s: %d experts in %s, %d a token, widths %d and (shared) %d, rows %s, %s",
             name, self.num_experts, self.format.name, self.top_k, self.inter, self.shared_inter,
             "in one pass" if self.rows_in_one_pass else "one by one",
+            "two launches" if self._step_k else "a launch a step",
         )  # fmt: skip
 
     @staticmethod
@@ -105,10 +106,10 @@ class MoeLayer:
         for what, width in (
             ("hidden_size", h),
             ("moe_intermediate_size", self.inter),
-            ("shared_expert_intermediate_size", self.shared_inter or fmt.step),
+            ("shared_expert_intermediate_size", self.shared_inter or fmt.quantum),
         ):
-            if count(what, width) % fmt.step:
-                raise InvalidArgumentError(what, width, f"a multiple of {fmt.step} is needed by {fmt.name} experts")
+            if count(what, width) % fmt.quantum:
+                raise InvalidArgumentError(what, width, f"a multiple of {fmt.quantum} is needed by {fmt.name} experts")
         if weights.router_pre_norm is not None:
             raise UnsupportedError(f"{self.name}: a router with a router_pre_norm is not offered")
         weights.gate.check_shape(f"{self.name} gate", self.num_experts, h)
@@ -143,6 +144,21 @@ class MoeLayer:
         # used together, where the set has all of them.
         rows = (fmt.gate_up_rows_k, fmt.down_rows_k, *_COMMON_ROWS)
         self._rows_k = [gpu.try_kernel(*key) for key in rows]
+        self._step_k = self._step_kernels()
+
+    def _step_kernels(self) -> list[KernelHandle]:
+        """The kernels of a pass in two launches behind the router's product; none where they do not suit the layer."""
+        step, k, inter = self.format.step, self.top_k, self.inter
+        if step is None or self.router.routing.sigmoid or self.shared_inter not in (0, inter):
+            return []
+        # The activations in FP32 go where the experts' outputs would.
+        if not step.fits(inter, self.h, k) or 2 * (k + 1) * inter > k * self.h:
+            return []
+        experts = (*self.weights.experts, *([self.weights.shared_expert] if self.shared_inter else ()))
+        if not all(step.takes(getattr(expert, f"{each}_proj")) for expert in experts for each in _PROJECTIONS):
+            return []
+        kernels = [self.gpu.try_kernel(*key) for key in (step.gate_up_k, step.down_k)]
+        return kernels if all(kernels) else []
 
     @property
     def rows_in_one_pass(self) -> bool:
@@ -189,8 +205,9 @@ class MoeLayer:
     def forward(self, normed: DevicePtr, ctx: ForwardContext, stream: StreamLike) -> DevicePtr:
         """The mixture's output for a row BF16 [h]: the address of BF16 [h], `moe_output`.
 
-        Also written: gate_logits, expert_gate_out, expert_up_out, expert_down_out, logits, ssm_qkvz, attn_output and
-        the routing at the start of scratch. normed may lie in none of them, nor in scratch. Nothing is read back.
+        Also written: gate_logits, expert_gate_out, expert_up_out, expert_down_out, logits, ssm_qkvz, attn_output (some
+        of them) and the routing at the start of scratch. normed may lie in none of them, nor in scratch. Nothing is
+        read back.
         """
         return self.forward_rows(normed, 1, ctx, stream)
 
@@ -223,6 +240,9 @@ class MoeLayer:
         gpu, h, k = self.gpu, self.h, self.top_k
         logits, weights = buf.gate_logits(), ids.offset(_ROUTE * k)
         dense_gemv(gpu, self.dense_gemv_k, normed, self.weights.gate, logits, self.num_experts, h, stream)
+        if self._step_k:
+            self._step(normed, output, 1, ids, buf, stream)
+            return
         self.router.route(logits, ids, weights, stream)
         self._experts(self.gate_up_k, self.down_k, normed, ids, None, buf, stream)
         moe_weighted_sum_blend(
@@ -240,11 +260,40 @@ class MoeLayer:
             some, at = min(ROUTER_ROWS, m - first), logits.offset(first * experts * _BF16)
             rows = normed.offset(first * h * _BF16)
             dense_gemv_batchm(gpu, router, rows, self.weights.gate, at, some, experts, h, experts, stream)
+        if self._step_k:
+            self._step(normed, output, m, ids, buf, stream)
+            return
         self.router.route_rows(logits, ids, weights, m, stream)
         self._experts(gate_up, down, normed, ids, m, buf, stream)
         spark_moe_weighted_sum_blend_rows(
             gpu, blend, output, buf.expert_down_out(), weights, buf.attn_output(), normed,
             self.weights.shared_expert_gate, m, h, k, h, stream,
+        )  # fmt: skip
+
+    def _step(
+        self,
+        normed: DevicePtr,
+        output: DevicePtr,
+        m: int,
+        ids: DevicePtr,
+        buf: BufferArena,
+        stream: StreamLike,
+    ) -> None:
+        """All behind the router's product in two launches."""
+        gpu, h, k, inter, experts = self.gpu, self.h, self.top_k, self.inter, self.num_experts
+        step = self.format.step
+        assert step is not None
+        gate_up, down = self._step_k
+        shared = self.weights.shared_expert if self.shared_inter else None
+        sh_gate, sh_up, sh_down = (shared and getattr(shared, f"{each}_proj") for each in _PROJECTIONS)
+        logits, activation = buf.gate_logits(), buf.expert_down_out()
+        step.gate_up(
+            gpu, gate_up, normed, logits, self._gate, self._up, ids, sh_gate, sh_up, activation,
+            m, inter, h, experts, k, stream,
+        )  # fmt: skip
+        step.down(
+            gpu, down, activation, self._down, logits, ids, sh_down, normed, self.weights.shared_expert_gate,
+            output, m, h, inter, experts, k, self.router.routing.normalize, stream,
         )  # fmt: skip
 
     def _experts(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...ops import spark_moe_step_bf16, spark_moe_step_nvfp4
 from ...ops.gemv import dense_gemv
 from ...ops.gemv_fp8w import dense_gemv_fp8w
 from ...ops.moe_shared_expert_fused import (
@@ -26,6 +27,7 @@ from ...ops.spark_moe_shared_expert_fused_fp8 import (
     spark_moe_expert_gate_up_shared_fp8,
     spark_moe_expert_silu_down_shared_fp8,
 )
+from ...ops.spark_moe_step_bf16 import spark_moe_down_blend_bf16, spark_moe_route_gate_up_bf16
 from ...ops.w4a16_gemv import w4a16_gemv
 from ...runtime.errors import InvalidArgumentError, UnsupportedError
 from ...runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
@@ -45,16 +47,33 @@ Kernel = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class StepFormat:
+    """Kernels for all that follows a softmax router's product, in two launches, and their launchers.
+
+    `fits(n, k, top_k)`: whether they take experts of width n in a model of width k; `takes(projection)`: whether they
+    take a projection's tensors where they lie.
+    """
+
+    gate_up_k: Kernel
+    down_k: Kernel
+    gate_up: Callable[..., None]
+    down: Callable[..., None]
+    fits: Callable[[int, int, int], bool]
+    takes: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertFormat:
     """One format of experts.
 
-    `step` divides every K. `columns` are the tables of a projection, with an entry an expert; `entry(projection)` has
-    one value for each, and `tables(pointers)` is what the launchers take. `check(name, projection, n, k)` refuses a
+    `quantum` divides every K. `columns` are the tables of a projection, with an entry an expert; `entry(projection)`
+    has one value for each, and `tables(pointers)` is what the launchers take. `check(name, projection, n, k)` refuses a
     projection that does not fit. `gate_up` and `down` launch one row, or with `rows` several; `gemv` a single product.
+    `step` has more at once, where there are such kernels.
     """
 
     name: str
-    step: int
+    quantum: int
     columns: Mapping[str, Any]
     entry: Callable[[Any], tuple[float, ...]]
     tables: Callable[[Sequence[DevicePtr]], Any]
@@ -67,6 +86,7 @@ class ExpertFormat:
     gate_up: Callable[..., None]
     down: Callable[..., None]
     gemv: Callable[..., None]
+    step: StepFormat | None = None
 
 
 def _nvfp4_entry(weight: QuantizedWeight) -> tuple[float, ...]:
@@ -114,6 +134,37 @@ def _bf16_gate_up(
         spark_moe_expert_gate_up_shared_bf16_rows(*args, rows, n, k, top_k, stream)
 
 
+def _bf16_step_gate_up(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    input: DevicePtr,  # noqa: A002 - the engine's name
+    gate_logits: DevicePtr,
+    gate: DevicePtr,
+    up: DevicePtr,
+    expert_indices: DevicePtr,
+    sh_gate: DenseWeight | None,
+    sh_up: DenseWeight | None,
+    activation: DevicePtr,
+    *sizes: Any,
+) -> None:
+    shared = (sh_gate or DevicePtr.NULL, sh_up or DevicePtr.NULL)
+    spark_moe_route_gate_up_bf16(gpu, kernel, input, gate_logits, gate, up, expert_indices, *shared, activation, *sizes)
+
+
+def _bf16_step_down(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    activation: DevicePtr,
+    down: DevicePtr,
+    gate_logits: DevicePtr,
+    expert_indices: DevicePtr,
+    sh_down: DenseWeight | None,
+    *rest: Any,
+) -> None:
+    routing = (gate_logits, expert_indices)
+    spark_moe_down_blend_bf16(gpu, kernel, activation, down, *routing, sh_down or DevicePtr.NULL, *rest)
+
+
 def _bf16_down(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -142,11 +193,12 @@ def _bf16_down(
 
 _NVFP4, _BF16 = "moe_shared_expert_fused", "moe_shared_expert_fused_bf16"
 _FP8, _ROWS = "spark_moe_shared_expert_fused_fp8", "spark_moe_rows"
+_STEP_BF16, _STEP_NVFP4 = "spark_moe_step_bf16", "spark_moe_step_nvfp4"
 
 FORMATS: Mapping[type, ExpertFormat] = {
     ExpertWeight: ExpertFormat(
         name="NVFP4",
-        step=16,
+        quantum=16,
         columns={"packed_ptrs": np.uint64, "scale_ptrs": np.uint64, "scale2_vals": np.float32},
         entry=_nvfp4_entry,
         tables=lambda pointers: Nvfp4Tables(*pointers),
@@ -159,10 +211,18 @@ FORMATS: Mapping[type, ExpertFormat] = {
         gate_up=moe_expert_gate_up_shared,
         down=moe_expert_silu_down_shared,
         gemv=w4a16_gemv,
+        step=StepFormat(
+            gate_up_k=(_STEP_NVFP4, "spark_moe_route_gate_up_nvfp4"),
+            down_k=(_STEP_NVFP4, "spark_moe_down_blend_nvfp4"),
+            gate_up=spark_moe_step_nvfp4.spark_moe_route_gate_up_nvfp4,
+            down=spark_moe_step_nvfp4.spark_moe_down_blend_nvfp4,
+            fits=spark_moe_step_nvfp4.fits,
+            takes=lambda weight: weight.weight.address % 16 == 0 and weight.weight_scale.address % 2 == 0,
+        ),
     ),
     DenseExpertWeight: ExpertFormat(
         name="BF16",
-        step=8,
+        quantum=8,
         columns={"weight_ptrs": np.uint64},
         entry=lambda weight: (weight.weight.address,),
         tables=lambda pointers: pointers[0],
@@ -175,10 +235,18 @@ FORMATS: Mapping[type, ExpertFormat] = {
         gate_up=_bf16_gate_up,
         down=_bf16_down,
         gemv=dense_gemv,
+        step=StepFormat(
+            gate_up_k=(_STEP_BF16, "spark_moe_route_gate_up_bf16"),
+            down_k=(_STEP_BF16, "spark_moe_down_blend_bf16"),
+            gate_up=_bf16_step_gate_up,
+            down=_bf16_step_down,
+            fits=spark_moe_step_bf16.fits,
+            takes=lambda weight: True,
+        ),
     ),
     Fp8DenseExpertWeight: ExpertFormat(
         name="FP8",
-        step=16,
+        quantum=16,
         columns={"weight_ptrs": np.uint64, "scale_ptrs": np.uint64},
         entry=_fp8_entry,
         tables=lambda pointers: Fp8Tables(*pointers),

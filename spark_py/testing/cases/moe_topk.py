@@ -63,7 +63,8 @@ def infinite(rng: np.random.Generator, rows: int, experts: int) -> Array:
     return logits
 
 
-def _weights(c: Call) -> Any:
+def softmax(c: Call) -> Any:
+    """The weights [T, k] in FP64."""
     logits = f64(c.gate_logits).reshape(-1, c.num_experts)
     with np.errstate(all="ignore"):
         top = np.fmax.reduce(logits, axis=1, keepdims=True)
@@ -75,7 +76,7 @@ def _weights(c: Call) -> Any:
     return weights
 
 
-CLOSE = {"expert_indices": bits(), "expert_weights": rounds(_weights, WEIGHT_BOUND, WEIGHT_FLOOR)}
+CLOSE = {"expert_indices": bits(), "expert_weights": rounds(softmax, WEIGHT_BOUND, WEIGHT_FLOOR)}
 
 
 def _arguments(draw: Rows, rows: int, experts: int, k: int, normalize: int) -> Draw:
