@@ -24,6 +24,7 @@ FAMILIES = (
     "spark_gemv_rows",
     "spark_fp8_gemv_rows",
     "spark_w4a16_gemv_rows",
+    "spark_w8a16_rows",
     "attention",
     "kv_fp8",
     "spark_paged_decode_split",

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Catalogue rows of module `spark_w8a16_rows`: a warp has two or four outputs, a block four warps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..reference import spark_w8a16_rows as reference
+from .spec import Call, Dim3, KernelSpec, ParamSpec, ceil_div, pointer, u32
+
+ROWS, SHORT, STEP, TOGETHER, WARPS = 8, 1024, 8, 4, 4
+MATRICES = range(2)
+
+
+def _outputs(c: Call, i: int) -> int:
+    return int(getattr(c, f"N{i}"))
+
+
+def _stride(c: Call, i: int) -> int:
+    return int(getattr(c, f"stride{i}"))
+
+
+def _operand(name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]], align: int = 0) -> list[ParamSpec]:
+    def shape_of(i: int) -> Callable[[Call], tuple[int, ...]]:
+        return lambda c: shape(c, i)
+
+    access = "w" if name == "Y" else "r"
+    return [pointer(f"{name}{i}", dtype, access, shape_of(i), align=align, optional=i > 0) for i in MATRICES]
+
+
+def _touched(c: Call, i: int) -> tuple[int, ...]:
+    """What the rows of an output touch, seen flat: the padding after the last one is not part of it."""
+    return ((c.M - 1) * _stride(c, i) + _outputs(c, i) if _outputs(c, i) else 0,)
+
+
+def _factors(c: Call, i: int) -> tuple[int, ...]:
+    return ceil_div(_outputs(c, i), 128), ceil_div(c.K, 128)
+
+
+def rows_of(c: Call, flat: np.ndarray[Any, Any], i: int) -> np.ndarray[Any, Any]:
+    """The rows [M, N] of output i in `flat`, to be written."""
+    shape, strides = (c.M, _outputs(c, i)), (_stride(c, i) * flat.itemsize, flat.itemsize)
+    return np.lib.stride_tricks.as_strided(flat, shape, strides)
+
+
+def _geometry(together: Callable[[Call], int]) -> Callable[[Call], tuple[Dim3, Dim3, int]]:
+    def geometry(c: Call) -> tuple[Dim3, Dim3, int]:
+        units = sum(ceil_div(_outputs(c, i), together(c)) for i in MATRICES)
+        return (ceil_div(units, WARPS), 1, 1), (128, 1, 1), 0
+
+    return geometry
+
+
+def _preconditions(most: int) -> Callable[[Call], None]:
+    def preconditions(c: Call) -> None:
+        if c.K % STEP or c.K == 0:
+            raise ValueError(f"K is {c.K}: a multiple of {STEP} is needed")
+        if not 1 <= c.M <= most:
+            raise ValueError(f"M is {c.M}: 1 to {most} rows are taken")
+        if c.N0 == 0:
+            raise ValueError("N0 is 0: at least one output is needed")
+        for i in MATRICES:
+            if _outputs(c, i) and _stride(c, i) < _outputs(c, i):
+                raise ValueError(f"stride{i} is {_stride(c, i)}: rows of N{i} = {_outputs(c, i)} outputs would overlap")
+        if c.groups == 0 or c.N0 % c.groups:
+            raise ValueError(f"groups is {c.groups}: it must divide N0 = {c.N0}")
+        if c.groups > 1 and (c.N1 or c.N0 // c.groups % TOGETHER):
+            raise ValueError(f"groups is {c.groups}: N1 = 0 and a multiple of {TOGETHER} outputs a group are needed")
+
+    return preconditions
+
+
+def _run(c: Call) -> None:
+    for i in MATRICES:
+        if _outputs(c, i):
+            operands = c.X, getattr(c, f"W{i}"), getattr(c, f"S{i}"), c.groups
+            rows_of(c, getattr(c, f"Y{i}"), i)[...] = reference.spark_w8a16_rows(*operands)
+
+
+def _kernel(function: str, grid_text: str, together: Callable[[Call], int], most: int) -> KernelSpec:
+    return KernelSpec(
+        module="spark_w8a16_rows",
+        function=function,
+        params=(
+            pointer("X", "bf16", "r", lambda c: (c.M, c.groups * c.K), align=16),
+            *_operand("W", "u8", lambda c, i: (_outputs(c, i), c.K), align=8),
+            *_operand("S", "f32", _factors),
+            *_operand("Y", "bf16", _touched),
+            u32("M"),
+            u32("N0"),
+            u32("N1"),
+            u32("K"),
+            u32("stride0"),
+            u32("stride1"),
+            u32("groups"),
+        ),
+        grid_text=grid_text,
+        block_text="(128, 1, 1)",
+        geometry=_geometry(together),
+        reference=reference.spark_w8a16_rows,
+        run=_run,
+        shared_bytes=0,
+        optional=True,
+        preconditions=_preconditions(most),
+    )
+
+
+KERNELS: tuple[KernelSpec, ...] = (
+    _kernel(
+        "spark_w8a16_row",
+        "(ceil((ceil(N0 / u) + ceil(N1 / u)) / 4), 1, 1), u = 4 where K <= 1024, else 2",
+        lambda c: TOGETHER if c.K <= SHORT else 2,
+        1,
+    ),
+    _kernel("spark_w8a16_rows", "(ceil((ceil(N0 / 4) + ceil(N1 / 4)) / 4), 1, 1)", lambda c: TOGETHER, ROWS),
+)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Cases of module spark_w8a16_rows: values within what a tensor core's sums may lose; the order is the hardware's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from ...catalog.spark_w8a16_rows import rows_of
+from ...catalog.spec import Call, ceil_div
+from ..case import Argument, Case, Draw
+from ..compare import Bound, f64, rounds
+from ..inputs import F32, Array, Normal
+from .paged_decode_fp8 import E4M3
+
+# (rows, outputs of both matrices, K, gap between rows of output, groups)
+Shape: TypeAlias = tuple[int, tuple[int, int], int, int, int]
+ONE: tuple[Shape, ...] = (
+    (1, (5, 0), 8, 0, 1),
+    (1, (131, 6), 1160, 0, 1),
+    (1, (7, 134), 520, 0, 1),
+    (1, (72, 0), 1304, 0, 6),
+)
+SHAPES: tuple[Shape, ...] = (
+    (2, (5, 0), 16, 3, 1),
+    (4, (131, 9), 1160, 5, 1),
+    (3, (144, 0), 136, 0, 12),
+    (8, (6, 130), 392, 1, 1),
+)
+
+
+def _dense(c: Call, i: int) -> Array:
+    """Matrix i in FP64, [N, K]."""
+    codes: Array = getattr(c, f"W{i}")
+    n, k = codes.shape
+    factors = f64(getattr(c, f"S{i}")).repeat(128, 0)[:n].repeat(128, 1)[:, :k]
+    values: Array = f64(codes.view(E4M3)) * factors
+    return values
+
+
+def _product(x: Array, weights: Array, groups: int) -> Array:
+    n, k = weights.shape
+    x, weights = x.reshape(len(x), groups, k), weights.reshape(groups, n // groups, k)
+    product: Array = np.einsum("mgk,gnk->mgn", x, weights).reshape(len(x), n)
+    return product
+
+
+def _rows(c: Call, i: int, slack: bool) -> Array:
+    """The flat output: between rows stays what was there, with nothing lost."""
+    before = getattr(c, f"Y{i}")
+    flat = np.zeros(before.shape) if slack else f64(before).copy()
+    x, w = f64(c.X), _dense(c, i)
+    # A step adds sixteen products to a sum and may lose a bit of it; eight sums are added up, factors round.
+    if slack:
+        rows_of(c, flat, i)[...] = (c.K / 128 + 32) * 2.0**-23 * _product(np.abs(x), np.abs(w), c.groups)
+    else:
+        rows_of(c, flat, i)[...] = _product(x, w, c.groups)
+    return flat
+
+
+def _bound(i: int) -> Bound:
+    return rounds(lambda c: _rows(c, i, False), slack=lambda c: _rows(c, i, True))
+
+
+def drawn(rng: np.random.Generator, n: int, k: int) -> tuple[Array, Array]:
+    """Codes of every value there is, but NaN, which one output has where there are more than four; and factors."""
+    codes = (rng.integers(0, 0x7F, (n, k)) | rng.choice([0, 0x80], (n, k))).astype(np.uint8)
+    codes[n // 2 : n // 2 + (n > 4), rng.integers(k)] = rng.choice([0x7F, 0xFF])
+    return codes, rng.uniform(0.001, 3, (ceil_div(n, 128), ceil_div(k, 128))).astype(F32)
+
+
+def _arguments(shape: Shape) -> Draw:
+    rows, outputs, size, gap, groups = shape
+
+    def draw(rng: np.random.Generator) -> Mapping[str, Argument]:
+        made: dict[str, Argument] = {"X": Normal(spread=4), "M": rows, "K": size, "groups": groups}
+        for i, n in enumerate(outputs):
+            made |= {f"N{i}": n, f"stride{i}": n + gap if n else 0}
+            if n:
+                made[f"W{i}"], made[f"S{i}"] = drawn(rng, n, size)
+            else:
+                made |= {f"W{i}": None, f"S{i}": None, f"Y{i}": None}
+        return made
+
+    return draw
+
+
+def _case(shape: Shape) -> Case:
+    rows, outputs, size, gap, groups = shape
+    name = f"{rows} rows, N={'+'.join(map(str, outputs))} K={size}"
+    name += (f" in {groups} groups" if groups > 1 else "") + (f", {gap} apart" if gap else "")
+    return Case(name, _arguments(shape), {f"Y{i}": _bound(i) for i, n in enumerate(outputs) if n})
+
+
+CASES: Mapping[str, tuple[Case, ...]] = {
+    "spark_w8a16_row": tuple(map(_case, ONE)),
+    "spark_w8a16_rows": tuple(map(_case, SHAPES)),
+}
