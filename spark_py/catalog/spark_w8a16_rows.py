@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,7 +27,7 @@ def _operand(name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]
     def shape_of(i: int) -> Callable[[Call], tuple[int, ...]]:
         return lambda c: shape(c, i)
 
-    access = "w" if name == "Y" else "r"
+    access: Literal["r", "w"] = "w" if name == "Y" else "r"
     return [pointer(f"{name}{i}", dtype, access, shape_of(i), align=align, optional=i > 0) for i in MATRICES]
 
 
