@@ -40,7 +40,7 @@ __device__ __forceinline__ unsigned w8_nan(uint2 bytes) {
     return (carries & 0x80808080u) != 0u ? 0xffffffffu : 0u;
 }
 
-// Outputs `output` .. of a matrix for up to ROWS rows; x is at the first row's elements, rows lie x_step units apart.
+// Outputs `output` .. of a matrix for m rows, ROWS at most; x is at the first row's elements, rows lie x_step units apart.
 template <unsigned ROWS, unsigned OUTPUTS, unsigned DEPTH>
 __device__ __forceinline__ void w8_outputs(const uint4* x, size_t x_step, unsigned m, const W8Matrix& matrix,
                                            unsigned output, unsigned units) {
@@ -134,15 +134,20 @@ __device__ __forceinline__ void w8_warp(const __nv_bfloat16* X, unsigned m, cons
     const unsigned ahead = (first.n + OUTPUTS - 1u) / OUTPUTS;
     unsigned place = blockIdx.x * W8_WARPS + threadIdx.x / SPARK_WARP;
     const bool other = place >= ahead;
-    const W8Matrix matrix = other ? second : first;
+    W8Matrix matrix = other ? second : first;
     place -= other ? ahead : 0u;
     if (place >= (matrix.n + OUTPUTS - 1u) / OUTPUTS) {
         return;
     }
     const unsigned output = place * OUTPUTS;
     const unsigned group = output / (matrix.n / groups);
+    const size_t x_step = static_cast<size_t>(groups) * units;
     const uint4* x = reinterpret_cast<const uint4*>(X) + static_cast<size_t>(group) * units;
-    w8_outputs<ROWS, OUTPUTS, DEPTH>(x, static_cast<size_t>(groups) * units, m, matrix, output, units);
+#pragma unroll 1
+    for (unsigned from = 0u; from < m; from += ROWS) {  // weights come from the L2 cache again
+        matrix.out += from == 0u ? 0u : static_cast<size_t>(ROWS) * matrix.stride;
+        w8_outputs<ROWS, OUTPUTS, DEPTH>(x + from * x_step, x_step, m - from, matrix, output, units);
+    }
 }
 
 // Yi[m * stride_i + n] = bf16(sum over k of X[m, k] * value_i[n, k] * factor_i[n / 128, k / 128]), codes [Ni, K]; N1 may
@@ -164,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(128, 6)
     }
 }
 
-// One to eight rows, four outputs a warp. Grid ceil((ceil(N0 / 4) + ceil(N1 / 4)) / 4), block 128.
+// One to eight rows, four of them at a time, and four outputs a warp. Grid ceil((ceil(N0 / 4) + ceil(N1 / 4)) / 4), block 128.
 extern "C" __global__ void __launch_bounds__(128, 3)
     spark_w8a16_rows(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W0,
                      const unsigned char* __restrict__ W1, const float* __restrict__ S0, const float* __restrict__ S1,
@@ -173,9 +178,5 @@ extern "C" __global__ void __launch_bounds__(128, 3)
                      unsigned int groups) {
     const W8Matrix first = {reinterpret_cast<const uint2*>(W0), S0, Y0, N0, stride0};
     const W8Matrix second = {reinterpret_cast<const uint2*>(W1), S1, Y1, N1, stride1};
-    if (M <= 4u) {
-        w8_warp<4u, 4u, 4u>(X, M, first, second, K, groups);
-    } else {
-        w8_warp<8u, 4u, 2u>(X, M, first, second, K, groups);
-    }
+    w8_warp<4u, 4u, 4u>(X, M, first, second, K, groups);
 }
