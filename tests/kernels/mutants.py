@@ -25,6 +25,7 @@ FAMILIES = (
     "spark_fp8_gemv_rows",
     "spark_w4a16_gemv_rows",
     "spark_w8a16_rows",
+    "spark_hc_norm",
     "spark_mxfp4_experts",
     "attention",
     "kv_fp8",

@@ -25,7 +25,6 @@ MUTANTS: tuple[Mutant, ...] = (
             _CU, "scale * 0x00800080u + 0x3f003f00u;", "scale == 0u ? 0x3e803e80u : scale * 0x00800080u + 0x3f003f00u;"
         ),
     ),
-    Mutant(_UP, "NaN scale is a number", cu=Patch(_CU, "scale == 0xffu ? 0x7fff7fffu : scale", "scale")),
     Mutant(_UP, "up is gate", cu=Patch(_CU, "const bool up = blockIdx.z % 2u != 0u;", "const bool up = false;")),
     Mutant(
         _DOWN,

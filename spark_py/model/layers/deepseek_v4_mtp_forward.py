@@ -86,11 +86,9 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         self._combine(combiner, source, stacked, 1, stream)
         # 4. Body: connections, attention, which writes the row, and experts, on the streams in place.
         self.body.decode(combiner.streams, meta, stream)
-        # 5. The streams as one row.
-        h_out = buf.hidden_states()
-        self.connections.collapse(self.module.hc_head, combiner.streams, h_out, 1, stream)
-        # 6. Final norm and shared LM head.
-        self._rms_norm(h_out, self.module.norm, buf.norm_output(), 1, stream)
+        # 5. and 6. The streams as one row, final norm and shared LM head.
+        h_out, normed = buf.hidden_states(), buf.norm_output()
+        self.connections.collapse_normed(self.module.hc_head, combiner.streams, h_out, self.norm, normed, 1, stream)
         self._lm_head(buf.norm_output(), buf.logits(), stream)
 
     def _combine(self, b: CombinerBuffers, source: DevicePtr, stacked: bool, rows: int, stream: StreamLike) -> None:
@@ -102,6 +100,8 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
             self._rms_norm(source, self.module.hnorm, b.normed_hidden, rows, stream)
             self.e_proj.run(b.normed_embed, b.h_in, rows, stream)
             self.h_proj.run(b.normed_hidden, b.h_branch, rows, stream)
+            if self.connections.expand_sum(b.h_in, b.h_branch, b.streams, rows, False, stream):
+                return
             residual_add(gpu, self.residual_add_k, b.h_in, b.h_branch, rows * h, stream)
             self.connections.expand(b.h_in, b.streams, rows, stream)
             return
@@ -110,6 +110,8 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         self.e_proj.run(b.normed_embed, b.h_in, rows, stream)
         self.h_proj.run(b.normed_hidden, b.h_branch, rows * hc, stream)
         # The embedding's branch is the same for all streams of a row.
+        if self.connections.expand_sum(b.h_branch, b.h_in, b.streams, rows, True, stream):
+            return
         row_bytes = h * BF16_BYTES
         for s in range(hc):
             target = b.spread.offset(s * row_bytes)
