@@ -19,7 +19,7 @@ MUTANTS: tuple[Mutant, ...] = (
         cu=Patch(_CU, "__any_sync(SPARK_FULL_MASK, most > ONE_FACTOR)", "__any_sync(SPARK_FULL_MASK, most > 256u)"),
     ),
     Mutant(
-        _UP,
+        f"{_UP}@scales",
         "scale 0 is 2^-128",
         cu=Patch(
             _CU, "scale * 0x00800080u + 0x3f003f00u;", "scale == 0u ? 0x3e803e80u : scale * 0x00800080u + 0x3f003f00u;"
@@ -27,7 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(_UP, "up is gate", cu=Patch(_CU, "const bool up = blockIdx.z % 2u != 0u;", "const bool up = false;")),
     Mutant(
-        _DOWN,
+        f"{_DOWN}@unrounded",
         "activation of two BF16 numbers",
         cu=Patch(
             _CU,

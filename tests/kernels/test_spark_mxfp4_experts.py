@@ -68,6 +68,10 @@ def exact_units(rng: np.random.Generator, k: int) -> Array:
 @checks(f"{MODULE}::{GATE_UP}")
 def check_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
     check_cases(gpu, rng, GATE_UP)
+
+
+@checks(f"{MODULE}::{GATE_UP}@scales")
+def check_scales(gpu: GpuBackend, rng: np.random.Generator) -> None:
     # Every scale but the largest, whose weights are no BF16 numbers, and NaN: products that are exact.
     codes, scales = rng.integers(0, 256, (3, 16 * 8), dtype=np.uint8), np.empty((3, 8), np.uint8)
     x = exact_units(rng, 256)
@@ -84,6 +88,10 @@ def check_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
 @checks(f"{MODULE}::{DOWN}")
 def check_down(gpu: GpuBackend, rng: np.random.Generator) -> None:
     check_cases(gpu, rng, DOWN)
+
+
+@checks(f"{MODULE}::{DOWN}@unrounded")
+def check_unrounded(gpu: GpuBackend, rng: np.random.Generator) -> None:
     # Two activations that differ in their last bits: no two BF16 numbers take the place of one.
     gates, ups = (rng.uniform(1, 2, 4096).astype(BF16) for _ in range(2))
     reference = catalog.CATALOG[MODULE, DOWN].reference
@@ -108,6 +116,14 @@ def test_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 def test_down(gpu: GpuBackend, rng: np.random.Generator) -> None:
     check_down(gpu, rng)
+
+
+def test_scales_of_all_sizes(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    check_scales(gpu, rng)
+
+
+def test_the_activation_is_not_rounded(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    check_unrounded(gpu, rng)
 
 
 def test_a_slot_does_not_depend_on_the_others(gpu: GpuBackend, rng: np.random.Generator) -> None:
