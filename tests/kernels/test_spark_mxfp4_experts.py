@@ -94,7 +94,6 @@ def check_down(gpu: GpuBackend, rng: np.random.Generator) -> None:
 def check_unrounded(gpu: GpuBackend, rng: np.random.Generator) -> None:
     # Two activations that differ in their last bits: no two BF16 numbers take the place of one.
     gates, ups = (rng.uniform(1, 2, 4096).astype(BF16) for _ in range(2))
-    reference = catalog.CATALOG[MODULE, DOWN].reference
     values = gated_within(gates[None], ups[None], LIMIT)[0]
     order = np.argsort(values)
     apart = np.diff(values[order])
@@ -106,8 +105,9 @@ def check_unrounded(gpu: GpuBackend, rng: np.random.Generator) -> None:
         gate[0, 0, where], up[0, 0, where] = gates[which], ups[which]
     experts = [(codes, np.full((4, 2), 127, np.uint8))]
     got = run_down(gpu, gate, up, np.zeros((1, 1), U32), experts, 4)
-    assert_same_bits(got[0], reference(gate[0], up[0], experts, 4, LIMIT), "two activations")
-    assert abs(f64(got)).max() < 2.0**-19
+    exact_difference = (f64(values[order[at + 1]]) - f64(values[order[at]])).astype(BF16)
+    assert_same_bits(got[0, 0], np.full(4, exact_difference), "two activations")
+    assert 0 < exact_difference < 2.0**-19
 
 
 def test_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
