@@ -166,6 +166,8 @@ __device__ __forceinline__ float logprob_of(const Best& best) {
 
 // *out = argmax of n logits. Grid 1, block 1024.
 extern "C" __global__ void argmax_bf16(const __nv_bfloat16* logits, unsigned int* out, unsigned int n) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const Best best = argmax_row<false>(logits, n);
     if (threadIdx.x == 0u) {
         *out = index_of(best);
@@ -175,6 +177,8 @@ extern "C" __global__ void argmax_bf16(const __nv_bfloat16* logits, unsigned int
 // out[r] = argmax of the n logits at logits + r * row_stride. Grid (rows), block 1024.
 extern "C" __global__ void argmax_bf16_batch(const __nv_bfloat16* logits, unsigned int* out, unsigned int n,
                                              unsigned int row_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const Best best = argmax_row<false>(logits + static_cast<size_t>(blockIdx.x) * row_stride, n);
     if (threadIdx.x == 0u) {
         out[blockIdx.x] = index_of(best);
@@ -184,6 +188,8 @@ extern "C" __global__ void argmax_bf16_batch(const __nv_bfloat16* logits, unsign
 // As argmax_bf16_batch, and out_logprob[r] = ln softmax of the winner.
 extern "C" __global__ void argmax_bf16_batch_lp(const __nv_bfloat16* logits, unsigned int* out, float* out_logprob,
                                                 unsigned int n, unsigned int row_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const Best best = argmax_row<true>(logits + static_cast<size_t>(blockIdx.x) * row_stride, n);
     if (threadIdx.x == 0u) {
         out[blockIdx.x] = index_of(best);

@@ -82,6 +82,8 @@ extern "C" __global__ void __launch_bounds__(256)
     dense_gemv_bf16_batchm(const __nv_bfloat16* __restrict__ A, const __nv_bfloat16* __restrict__ B,
                            __nv_bfloat16* __restrict__ C, unsigned int M, unsigned int N, unsigned int K,
                            unsigned int out_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ uint4 staged[BATCH_STAGED];
     __shared__ float warp_sums[BATCH_MAX_ROWS][BATCH_WARPS];
     const uint4* a = reinterpret_cast<const uint4*>(A);

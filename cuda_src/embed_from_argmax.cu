@@ -9,6 +9,8 @@
 extern "C" __global__ void embed_from_argmax(const unsigned int* argmax_result, const __nv_bfloat16* embed_table,
                                              __nv_bfloat16* output, unsigned int* token_id_out,
                                              unsigned int hidden_size) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const unsigned id = *argmax_result;
     if (i < hidden_size) {
@@ -23,6 +25,8 @@ extern "C" __global__ void embed_from_argmax(const unsigned int* argmax_result, 
 // a time.
 extern "C" __global__ void batched_embed(const unsigned int* token_ids, const __nv_bfloat16* embed_table,
                                          __nv_bfloat16* output, unsigned int hidden_size) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const __nv_bfloat16* from = embed_table + static_cast<size_t>(token_ids[blockIdx.x]) * hidden_size;
     __nv_bfloat16* to = output + static_cast<size_t>(blockIdx.x) * hidden_size;
     unsigned done = 0u;

@@ -61,6 +61,8 @@ extern "C" __global__ void fused_k_norm_rope_cache_write_bf16(
     const __nv_bfloat16* k_in, const __nv_bfloat16* k_norm_weight, const unsigned int* positions,
     __nv_bfloat16* k_cache, const long long* slot_mapping, unsigned int num_kv_heads, unsigned int head_dim,
     unsigned int rotary_dim, unsigned int block_size, float rms_eps, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const long long slot = slot_mapping[blockIdx.x];
     if (slot < 0) {
         return;
@@ -76,6 +78,8 @@ extern "C" __global__ void fused_k_norm_rope_mrope_cache_write_bf16(
     const __nv_bfloat16* k_in, const __nv_bfloat16* k_norm_weight, const unsigned int* pos_t, const unsigned int* pos_h,
     const unsigned int* pos_w, __nv_bfloat16* k_cache, const long long* slot_mapping, unsigned int num_kv_heads,
     unsigned int head_dim, unsigned int rotary_dim, unsigned int block_size, float rms_eps, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const long long slot = slot_mapping[blockIdx.x];
     if (slot < 0) {
         return;
@@ -94,6 +98,8 @@ extern "C" __global__ void fused_k_norm_rope_cache_write_fp8(
     const __nv_bfloat16* k_in, const __nv_bfloat16* k_norm_weight, const unsigned int* positions,
     unsigned char* k_cache_fp8, const long long* slot_mapping, unsigned int num_kv_heads, unsigned int head_dim,
     unsigned int rotary_dim, unsigned int block_size, float rms_eps, float theta, float inv_scale) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const long long slot = slot_mapping[blockIdx.x];
     if (slot < 0) {
         return;

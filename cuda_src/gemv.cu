@@ -7,6 +7,8 @@
 // a block. K % 8 == 0; A and B on 16-byte addresses.
 extern "C" __global__ void dense_gemv_bf16(const __nv_bfloat16* __restrict__ A, const __nv_bfloat16* __restrict__ B,
                                            __nv_bfloat16* __restrict__ C, unsigned int N, unsigned int K) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float warp_sums[8];
     const unsigned group = threadIdx.x / SPARK_DOT_THREADS;
     const unsigned lane = threadIdx.x % SPARK_DOT_THREADS;

@@ -11,6 +11,8 @@ constexpr float E4M3_MAX = 448.0f;
 // saturating. NaN is passed over by the maximum and stays NaN, 0x7f. Grid N, block 256; any K and any address.
 extern "C" __global__ void quantize_bf16_to_fp8(const __nv_bfloat16* input, unsigned char* output, float* row_scales,
                                                 unsigned int N, unsigned int K) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t row = blockIdx.x;
     const __nv_bfloat16* from = input + row * K;
     unsigned char* to = output + row * K;
@@ -43,6 +45,8 @@ extern "C" __global__ void __launch_bounds__(256)
     dense_gemv_fp8w(const __nv_bfloat16* __restrict__ A, const unsigned char* __restrict__ B,
                     const float* __restrict__ row_scale, __nv_bfloat16* __restrict__ C, unsigned int N,
                     unsigned int K) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float warp_sums[1][FP8_WARPS];
     fp8_gemv_block<Fp8Scales::ROW, 1u, 1u>(A, B, row_scale, C, N, K, 0u, warp_sums);
 }

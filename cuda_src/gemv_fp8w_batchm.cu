@@ -10,5 +10,7 @@ extern "C" __global__ void __launch_bounds__(256)
     spark_dense_gemv_fp8w_batchm(const __nv_bfloat16* __restrict__ A, const unsigned char* __restrict__ B,
                                  const float* __restrict__ row_scale, __nv_bfloat16* __restrict__ C, unsigned int M,
                                  unsigned int N, unsigned int K, unsigned int out_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     fp8_gemv_rows<Fp8Scales::ROW>(A, B, row_scale, C, M, N, K, out_stride);
 }

@@ -9,6 +9,8 @@
 extern "C" __global__ void __launch_bounds__(256, 1)
     hc_expand(const __nv_bfloat16* __restrict__ hidden, float* __restrict__ streams, unsigned int hidden_size,
               unsigned int hc_mult) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t size = hidden_size;
     const __nv_bfloat16* h = hidden + blockIdx.x * size;
     float* x = streams + blockIdx.x * (hc_mult * size);
@@ -67,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
            const float* __restrict__ hc_base, __nv_bfloat16* __restrict__ y_out, float* __restrict__ post_out,
            float* __restrict__ comb_out, unsigned int hidden_size, unsigned int hc_mult, unsigned int sinkhorn_iters,
            float norm_eps, float hc_eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float shares[(HC_MAX_ROWS + 1u) * HC_SHARES];
     HC_DISPATCH(hc_pre_token, streams, hc_fn, hc_scale, hc_base, y_out, post_out, comb_out, hidden_size,
                 sinkhorn_iters, norm_eps, hc_eps, shares)
@@ -85,6 +89,8 @@ __device__ __forceinline__ void hc_post_token(const __nv_bfloat16* block_out, co
 extern "C" __global__ void __launch_bounds__(256, 1)
     hc_post(const __nv_bfloat16* block_out, const float* residual, const float* post, const float* comb, float* out,
             unsigned int hidden_size, unsigned int hc_mult) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     HC_DISPATCH(hc_post_token, block_out, residual, post, comb, out, hidden_size)
 }
 
@@ -107,6 +113,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             const float* __restrict__ head_scale, const float* __restrict__ head_base,
             __nv_bfloat16* __restrict__ y_out, unsigned int hidden_size, unsigned int hc_mult, float norm_eps,
             float hc_eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float shares[(HC_MAX + 1u) * HC_SHARES];
     HC_DISPATCH(hc_head_token, streams, head_fn, head_scale, head_base, y_out, hidden_size, norm_eps, hc_eps, shares)
 }

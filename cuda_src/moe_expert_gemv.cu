@@ -11,6 +11,8 @@ extern "C" __global__ void __launch_bounds__(128)
                     const unsigned long long* __restrict__ scale_ptrs, const float* __restrict__ scale2_vals,
                     __nv_bfloat16* __restrict__ C, const unsigned int* __restrict__ expert_indices, unsigned int N,
                     unsigned int K, unsigned int top_k, unsigned int input_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t slot = blockIdx.y;
     if (slot < top_k) {
         const SparkNvfp4Tables tables = {packed_ptrs, scale_ptrs, scale2_vals};

@@ -43,6 +43,8 @@ extern "C" __global__ void __launch_bounds__(128) moe_expert_gemv_gate_up(
     const unsigned long long* __restrict__ up_scale_ptrs, const float* __restrict__ up_scale2_vals,
     __nv_bfloat16* __restrict__ up_out, const unsigned int* __restrict__ expert_indices, unsigned int N,
     unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_gate_up<1u>(A, {gate_packed_ptrs, gate_scale_ptrs, gate_scale2_vals}, gate_out,
                       {up_packed_ptrs, up_scale_ptrs, up_scale2_vals}, up_out, expert_indices, N, K, top_k);
 }
@@ -55,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(128) moe_expert_gemv_gate_up_2x(
     const unsigned long long* __restrict__ up_scale_ptrs, const float* __restrict__ up_scale2_vals,
     __nv_bfloat16* __restrict__ up_out, const unsigned int* __restrict__ expert_indices, unsigned int N,
     unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_gate_up<2u>(A, {gate_packed_ptrs, gate_scale_ptrs, gate_scale2_vals}, gate_out,
                       {up_packed_ptrs, up_scale_ptrs, up_scale2_vals}, up_out, expert_indices, N, K, top_k);
 }
@@ -65,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(128) moe_expert_gemv_silu_down(
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
     const float* __restrict__ scale2_vals, __nv_bfloat16* __restrict__ C,
     const unsigned int* __restrict__ expert_indices, unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_silu_down<1u>(gate_out, up_out, {packed_ptrs, scale_ptrs, scale2_vals}, C, expert_indices, N, K, top_k);
 }
 
@@ -74,6 +80,8 @@ extern "C" __global__ void __launch_bounds__(128) moe_expert_gemv_silu_down_2x(
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
     const float* __restrict__ scale2_vals, __nv_bfloat16* __restrict__ C,
     const unsigned int* __restrict__ expert_indices, unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_silu_down<2u>(gate_out, up_out, {packed_ptrs, scale_ptrs, scale2_vals}, C, expert_indices, N, K, top_k);
 }
 
@@ -83,5 +91,7 @@ extern "C" __global__ void __launch_bounds__(128) moe_expert_gemv_silu_down_wide
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
     const float* __restrict__ scale2_vals, __nv_bfloat16* __restrict__ C,
     const unsigned int* __restrict__ expert_indices, unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_silu_down<4u>(gate_out, up_out, {packed_ptrs, scale_ptrs, scale2_vals}, C, expert_indices, N, K, top_k);
 }

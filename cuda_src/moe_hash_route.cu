@@ -16,6 +16,8 @@ extern "C" __global__ void moe_hash_route(const __nv_bfloat16* __restrict__ gate
                                           unsigned int* __restrict__ expert_indices,
                                           float* __restrict__ expert_weights, unsigned int num_experts,
                                           unsigned int top_k, unsigned int normalize, float scaling_factor) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const unsigned lane = threadIdx.x;
     if (lane >= SPARK_WARP) {
         return;

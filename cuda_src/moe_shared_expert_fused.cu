@@ -33,6 +33,8 @@ extern "C" __global__ void __launch_bounds__(128) moe_expert_gate_up_shared(
     float sh_gate_s2, __nv_bfloat16* __restrict__ sh_gate_out, const unsigned char* __restrict__ sh_up_packed,
     const unsigned char* __restrict__ sh_up_scale, float sh_up_s2, __nv_bfloat16* __restrict__ sh_up_out,
     unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const bool up = blockIdx.z != 0u;
     const unsigned char* shared = up ? sh_up_packed : sh_gate_packed;
     const SparkNvfp4Projection to = {
@@ -56,6 +58,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_gate_up_share
     float sh_gate_s2, __nv_bfloat16* __restrict__ sh_gate_out, const unsigned char* __restrict__ sh_up_packed,
     const unsigned char* __restrict__ sh_up_scale, float sh_up_s2, __nv_bfloat16* __restrict__ sh_up_out,
     unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const bool up = blockIdx.z % 2u != 0u;
     const unsigned char* shared = up ? sh_up_packed : sh_gate_packed;
     const SparkNvfp4Projection to = {
@@ -79,6 +83,8 @@ extern "C" __global__ void __launch_bounds__(128) moe_expert_silu_down_shared(
     const __nv_bfloat16* __restrict__ sh_up_in, const unsigned char* __restrict__ sh_down_packed,
     const unsigned char* __restrict__ sh_down_scale, float sh_down_s2, __nv_bfloat16* __restrict__ sh_down_out,
     unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const SparkNvfp4Projection down = {{packed_ptrs, scale_ptrs, scale2_vals},
                                        C,
                                        spark_nvfp4_shared(sh_down_packed, sh_down_scale, sh_down_s2),
@@ -95,6 +101,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_silu_down_sha
     const __nv_bfloat16* __restrict__ sh_up_in, const unsigned char* __restrict__ sh_down_packed,
     const unsigned char* __restrict__ sh_down_scale, float sh_down_s2, __nv_bfloat16* __restrict__ sh_down_out,
     unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const SparkNvfp4Projection down = {{packed_ptrs, scale_ptrs, scale2_vals},
                                        C,
                                        spark_nvfp4_shared(sh_down_packed, sh_down_scale, sh_down_s2),

@@ -13,6 +13,8 @@ extern "C" __global__ void moe_expert_gate_up_shared_bf16(
     const __nv_bfloat16* __restrict__ sh_gate_weight, __nv_bfloat16* __restrict__ sh_gate_out,
     const __nv_bfloat16* __restrict__ sh_up_weight, __nv_bfloat16* __restrict__ sh_up_out, unsigned int N,
     unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const bool up = blockIdx.z != 0u;
     const MoeBf16Slot slot(up ? up_weight_ptrs : gate_weight_ptrs, up ? up_out : gate_out, expert_indices,
                            up ? sh_up_weight : sh_gate_weight, up ? sh_up_out : sh_gate_out, 0u, blockIdx.y, N, top_k);
@@ -27,6 +29,8 @@ extern "C" __global__ void moe_expert_silu_down_shared_bf16(
     const unsigned int* __restrict__ expert_indices, const __nv_bfloat16* __restrict__ sh_gate_in,
     const __nv_bfloat16* __restrict__ sh_up_in, const __nv_bfloat16* __restrict__ sh_down_weight,
     __nv_bfloat16* __restrict__ sh_down_out, unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const MoeBf16Slot slot(weight_ptrs, C, expert_indices, sh_down_weight, sh_down_out, 0u, blockIdx.y, N, top_k);
     moe_bf16_down((slot.routed ? gate_out : sh_gate_in) + slot.row * K,
                   (slot.routed ? up_out : sh_up_in) + slot.row * K, slot, N, K);

@@ -83,6 +83,8 @@ extern "C" __global__ void moe_topk_softmax(const __nv_bfloat16* __restrict__ ga
                                             unsigned int* __restrict__ expert_indices,
                                             float* __restrict__ expert_weights, unsigned int num_experts,
                                             unsigned int top_k, unsigned int normalize) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     topk_softmax(gate_logits, expert_indices, expert_weights, num_experts, top_k, normalize != 0u);
 }
 
@@ -91,6 +93,8 @@ extern "C" __global__ void moe_topk_softmax_batched(const __nv_bfloat16* __restr
                                                     unsigned int* __restrict__ expert_indices,
                                                     float* __restrict__ expert_weights, unsigned int num_experts,
                                                     unsigned int top_k, unsigned int normalize) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t token = blockIdx.x;
     topk_softmax(gate_logits + token * num_experts, expert_indices + token * top_k, expert_weights + token * top_k,
                  num_experts, top_k, normalize != 0u);

@@ -71,6 +71,8 @@ extern "C" __global__ void moe_topk_sqrtsoftplus(const __nv_bfloat16* __restrict
                                                  unsigned int* __restrict__ expert_indices,
                                                  float* __restrict__ expert_weights, unsigned int num_experts,
                                                  unsigned int top_k, unsigned int normalize, float scaling_factor) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     topk_sqrt(gate_logits, bias, expert_indices, expert_weights, num_experts, top_k, normalize != 0u, scaling_factor);
 }
 
@@ -81,6 +83,8 @@ extern "C" __global__ void moe_topk_sqrtsoftplus_batched(const __nv_bfloat16* __
                                                          float* __restrict__ expert_weights, unsigned int num_experts,
                                                          unsigned int top_k, unsigned int normalize,
                                                          float scaling_factor) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t token = blockIdx.x;
     topk_sqrt(gate_logits + token * num_experts, bias, expert_indices + token * top_k, expert_weights + token * top_k,
               num_experts, top_k, normalize != 0u, scaling_factor);

@@ -12,5 +12,7 @@ extern "C" __global__ void moe_weighted_sum_blend(__nv_bfloat16* __restrict__ ou
                                                   const __nv_bfloat16* __restrict__ input,
                                                   const __nv_bfloat16* __restrict__ gate_weight, unsigned int hidden,
                                                   unsigned int top_k, unsigned int K) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_moe_blend(output, expert_out, expert_weights, shared_out, input, gate_weight, hidden, top_k, K);
 }

@@ -7,6 +7,8 @@
 // output = (x * r) * (1 + weight), r = rsqrt(mean(x^2) + eps). output may be input.
 extern "C" __global__ void rms_norm(const __nv_bfloat16* input, const __nv_bfloat16* weight, __nv_bfloat16* output,
                                     unsigned int hidden_size, float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_rms_norm<true>(input, weight, output, nullptr, hidden_size, eps);
 }
 
@@ -14,6 +16,8 @@ extern "C" __global__ void rms_norm(const __nv_bfloat16* input, const __nv_bfloa
 extern "C" __global__ void rms_norm_residual(const __nv_bfloat16* input, const __nv_bfloat16* weight,
                                              __nv_bfloat16* output, __nv_bfloat16* residual, unsigned int hidden_size,
                                              float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_rms_norm<true>(input, weight, output, residual, hidden_size, eps);
 }
 
@@ -21,5 +25,7 @@ extern "C" __global__ void rms_norm_residual(const __nv_bfloat16* input, const _
 extern "C" __global__ void residual_add_rms_norm(__nv_bfloat16* hidden, const __nv_bfloat16* src,
                                                  const __nv_bfloat16* weight, __nv_bfloat16* output,
                                                  __nv_bfloat16* residual, unsigned int hidden_size, float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_residual_add_rms_norm<true>(hidden, src, weight, output, residual, hidden_size, eps);
 }

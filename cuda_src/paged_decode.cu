@@ -75,6 +75,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                       __nv_bfloat16* O, const int* block_tables, const int* seq_lens, unsigned int max_blocks_per_seq,
                       unsigned int num_q_heads, unsigned int num_kv_heads, unsigned int head_dim,
                       unsigned int block_size, float inv_sqrt_d, unsigned int q_stride, unsigned int sliding_window) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const unsigned head = blockIdx.x;
     const size_t sequence = blockIdx.y;
     const int length = seq_lens[sequence];

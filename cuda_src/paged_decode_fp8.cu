@@ -72,6 +72,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                           unsigned int max_blocks_per_seq, unsigned int num_q_heads, unsigned int num_kv_heads,
                           unsigned int head_dim, unsigned int block_size, float inv_sqrt_d, float k_scale,
                           float v_scale, unsigned int q_stride, unsigned long long cache_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const unsigned head = blockIdx.x;
     const size_t sequence = blockIdx.y;
     const int length = seq_lens[sequence];

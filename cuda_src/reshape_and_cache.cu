@@ -37,6 +37,8 @@ extern "C" __global__ void reshape_and_cache_flash(const __nv_bfloat16* key, con
                                                    const long long* slot_mapping, unsigned int num_kv_heads,
                                                    unsigned int head_dim, unsigned int block_size,
                                                    unsigned int key_stride, unsigned int value_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const long long slot = slot_mapping[blockIdx.x];
     if (slot < 0) {
         return;
@@ -79,6 +81,8 @@ extern "C" __global__ void reshape_and_cache_flash_fp8(const __nv_bfloat16* key,
                                                        unsigned int head_dim, unsigned int block_size, float k_scale,
                                                        float v_scale, unsigned int key_stride,
                                                        unsigned int value_stride, unsigned long long cache_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const long long slot = slot_mapping[blockIdx.x];
     if (slot < 0) {
         return;

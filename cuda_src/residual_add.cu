@@ -8,6 +8,8 @@ __device__ __forceinline__ size_t element() { return static_cast<size_t>(blockId
 
 // residual = bf16(residual + src)
 extern "C" __global__ void bf16_residual_add(__nv_bfloat16* residual, const __nv_bfloat16* src, unsigned int n) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t i = element();
     if (i < n) {
         spark_store(residual + i, spark_load(residual + i) + spark_load(src + i));
@@ -17,6 +19,8 @@ extern "C" __global__ void bf16_residual_add(__nv_bfloat16* residual, const __nv
 // output = bf16(input * sigmoid(gate)); output may be input.
 extern "C" __global__ void sigmoid_gate_mul(const __nv_bfloat16* input, const __nv_bfloat16* gate,
                                             __nv_bfloat16* output, unsigned int n) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t i = element();
     if (i < n) {
         const float sigmoid = 1.0f / (1.0f + expf(-spark_load(gate + i)));
@@ -27,6 +31,8 @@ extern "C" __global__ void sigmoid_gate_mul(const __nv_bfloat16* input, const __
 // out[0, N) = a, out[N, 2N) = b, bit for bit.
 extern "C" __global__ void bf16_concat(const __nv_bfloat16* a, const __nv_bfloat16* b, __nv_bfloat16* out,
                                        unsigned int N) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t i = element();
     if (i < N) {
         out[i] = a[i];

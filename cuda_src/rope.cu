@@ -13,6 +13,8 @@
 extern "C" __global__ void rope_forward(__nv_bfloat16* Q, __nv_bfloat16* K, const unsigned int* positions,
                                         unsigned int seq_len, unsigned int num_q_heads, unsigned int num_kv_heads,
                                         unsigned int head_dim, unsigned int rotary_dim, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const unsigned half = rotary_dim / 2u;
     const unsigned tokens = half < blockDim.x ? blockDim.x / half : 1u;
     const bool is_query = blockIdx.x < num_q_heads;

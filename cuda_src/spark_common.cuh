@@ -6,6 +6,8 @@
 
 #include <cuda_bf16.h>
 
+#include "spark_dependent.cuh"
+
 constexpr unsigned SPARK_WARP = 32u;
 constexpr unsigned SPARK_FULL_MASK = 0xffffffffu;
 

@@ -16,6 +16,13 @@
 
 #include "spark_mma_step.cuh"
 
+#ifndef SPARK_LET_NEXT
+#define SPARK_LET_NEXT 0  // 0: at the beginning; 1: after the last tile
+#endif
+#ifndef SPARK_AHEAD
+#define SPARK_AHEAD 0  // bytes of weights that a block asks for into the L2 cache before it waits, beyond its ring
+#endif
+
 constexpr unsigned GEMV_WARPS = 8u;
 constexpr unsigned GEMV_ROWS = 8u;
 constexpr unsigned GEMV_TILE = 16u;   // outputs
@@ -146,6 +153,9 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
         spark_copies_end();
     };
 
+#if SPARK_LET_NEXT == 0
+    spark_let_next_start();
+#endif
     if (ahead_tile < tiles) {
         enter();
     }
@@ -153,6 +163,20 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     for (unsigned s = 0u; s < GEMV_STAGES; ++s) {
         copy_next();
     }
+#if SPARK_AHEAD > 0
+    if (blockIdx.x < tiles && threadIdx.x < GEMV_TILE) {
+        unsigned output;
+        const Matrix matrix = find(all, blockIdx.x, output);
+        constexpr unsigned IN_RING = GEMV_STAGES * GEMV_WARPS * GEMV_UNITS;
+        constexpr unsigned BEYOND = SPARK_AHEAD / 16u / GEMV_TILE;
+        const unsigned row = output + threadIdx.x;
+        if (row < matrix.n && IN_RING < chunks) {
+            const unsigned beyond = chunks - IN_RING < BEYOND ? chunks - IN_RING : BEYOND;
+            spark_prefetch(matrix.weights + static_cast<size_t>(row) * chunks + IN_RING, beyond * 16u);
+        }
+    }
+#endif
+    spark_wait_for_previous();
     unsigned buffer = 0u;
     unsigned slot = 0u;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -206,4 +230,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
             __syncthreads();  // sums have been read
         }
     }
+#if SPARK_LET_NEXT == 1
+    spark_let_next_start();
+#endif
 }

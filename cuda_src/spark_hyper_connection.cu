@@ -40,6 +40,8 @@ __device__ __forceinline__ float mix_share(const float* x, const float* f, size_
 extern "C" __global__ void __launch_bounds__(64, 1)
     spark_hc_mix(const float* __restrict__ streams, const float* __restrict__ fn, float* __restrict__ shares,
                  unsigned int hidden_size, unsigned int hc_mult, unsigned int rows) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t n = static_cast<size_t>(hc_mult) * hidden_size;
     const size_t token = blockIdx.y;
     const unsigned row = blockIdx.x / MIX_SPLIT;
@@ -82,6 +84,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
                         __nv_bfloat16* __restrict__ y_out, float* __restrict__ post_out, float* __restrict__ comb_out,
                         unsigned int hidden_size, unsigned int hc_mult, unsigned int sinkhorn_iters, float norm_eps,
                         float hc_eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     HC_DISPATCH(pre_finish, streams, shares, hc_scale, hc_base, y_out, post_out, comb_out, hidden_size, sinkhorn_iters,
                 norm_eps, hc_eps)
 }
@@ -106,6 +110,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
                          const float* __restrict__ head_scale, const float* __restrict__ head_base,
                          __nv_bfloat16* __restrict__ y_out, unsigned int hidden_size, unsigned int hc_mult,
                          float norm_eps, float hc_eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     HC_DISPATCH(head_finish, streams, shares, head_scale, head_base, y_out, hidden_size, norm_eps, hc_eps)
 }
 
@@ -123,5 +129,7 @@ __device__ __forceinline__ void post_blocks(const __nv_bfloat16* block_out, cons
 extern "C" __global__ void __launch_bounds__(256, 1)
     spark_hc_post(const __nv_bfloat16* block_out, const float* residual, const float* post, const float* comb,
                   float* out, unsigned int hidden_size, unsigned int hc_mult) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     HC_DISPATCH(post_blocks, block_out, residual, post, comb, out, hidden_size)
 }

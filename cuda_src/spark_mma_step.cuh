@@ -44,6 +44,13 @@ __device__ __forceinline__ void spark_mma(float (&sums)[4], const unsigned (&a)[
 #endif
 }
 
+// Asks for bytes into the L2 cache: 16-byte address and size. Nothing is read as far as the kernel can tell.
+__device__ __forceinline__ void spark_prefetch(const uint4* from, unsigned bytes) {
+#if !defined(SPARK_EMULATED) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+#endif
+}
+
 // Starts a copy of 16 bytes into shared memory; zeros instead, and nothing is read, where `live` is false. Both addresses
 // are multiples of 16, `from` also where it is not read.
 __device__ __forceinline__ void spark_copy_16(uint4* to, const uint4* from, bool live) {

@@ -142,6 +142,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_gate_up_mxfp4
     const unsigned long long* __restrict__ up_packed_ptrs, const unsigned long long* __restrict__ up_scale_ptrs,
     __nv_bfloat16* __restrict__ up_out, const unsigned int* __restrict__ expert_indices, unsigned int N,
     unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const bool up = blockIdx.z != 0u;
     mxfp4_project(A, {up ? up_packed_ptrs : gate_packed_ptrs, up ? up_scale_ptrs : gate_scale_ptrs},
                   up ? up_out : gate_out, expert_indices, 0u, blockIdx.y, N, K, top_k);
@@ -154,6 +156,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_gate_up_mxfp4
     const unsigned long long* __restrict__ up_packed_ptrs, const unsigned long long* __restrict__ up_scale_ptrs,
     __nv_bfloat16* __restrict__ up_out, const unsigned int* __restrict__ expert_indices, unsigned int N,
     unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const bool up = blockIdx.z % 2u != 0u;
     mxfp4_project(A, {up ? up_packed_ptrs : gate_packed_ptrs, up ? up_scale_ptrs : gate_scale_ptrs},
                   up ? up_out : gate_out, expert_indices, blockIdx.y, blockIdx.z / 2u, N, K, top_k);
@@ -166,6 +170,8 @@ extern "C" __global__ void __launch_bounds__(128, 6) spark_moe_expert_silu_down_
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
     __nv_bfloat16* __restrict__ C, const unsigned int* __restrict__ expert_indices, unsigned int N, unsigned int K,
     unsigned int top_k, float limit) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     mxfp4_down(spark_staged, gate_out, up_out, {packed_ptrs, scale_ptrs}, C, expert_indices, 0u, blockIdx.y, N, K,
                top_k, limit);
 }
@@ -176,6 +182,8 @@ extern "C" __global__ void __launch_bounds__(128, 6) spark_moe_expert_silu_down_
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
     __nv_bfloat16* __restrict__ C, const unsigned int* __restrict__ expert_indices, unsigned int N, unsigned int K,
     unsigned int top_k, float limit) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     mxfp4_down(spark_staged, gate_out, up_out, {packed_ptrs, scale_ptrs}, C, expert_indices, blockIdx.y, blockIdx.z, N,
                K, top_k, limit);
 }

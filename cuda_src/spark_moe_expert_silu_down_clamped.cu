@@ -21,6 +21,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_silu_down_cla
     const __nv_bfloat16* __restrict__ sh_up_in, const unsigned char* __restrict__ sh_down_packed,
     const unsigned char* __restrict__ sh_down_scale, float sh_down_s2, __nv_bfloat16* __restrict__ sh_down_out,
     unsigned int N, unsigned int K, unsigned int top_k, float limit) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const SparkNvfp4Projection down = {{packed_ptrs, scale_ptrs, scale2_vals},
                                        C,
                                        {reinterpret_cast<const uint2*>(sh_down_packed), sh_down_scale, sh_down_s2},
@@ -39,6 +41,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_silu_down_cla
     const __nv_bfloat16* __restrict__ sh_up_in, const unsigned char* __restrict__ sh_down_packed,
     const unsigned char* __restrict__ sh_down_scale, float sh_down_s2, __nv_bfloat16* __restrict__ sh_down_out,
     unsigned int N, unsigned int K, unsigned int top_k, float limit) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const SparkNvfp4Projection down = {{packed_ptrs, scale_ptrs, scale2_vals},
                                        C,
                                        {reinterpret_cast<const uint2*>(sh_down_packed), sh_down_scale, sh_down_s2},

@@ -15,6 +15,8 @@ extern "C" __global__ void spark_moe_expert_silu_down_clamped_bf16_rows(
     const unsigned int* __restrict__ expert_indices, const __nv_bfloat16* __restrict__ sh_gate_in,
     const __nv_bfloat16* __restrict__ sh_up_in, const __nv_bfloat16* __restrict__ sh_down_weight,
     __nv_bfloat16* __restrict__ sh_down_out, unsigned int N, unsigned int K, unsigned int top_k, float limit) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const MoeBf16Slot slot(weight_ptrs, C, expert_indices, sh_down_weight, sh_down_out, blockIdx.y, blockIdx.z, N,
                            top_k);
     moe_bf16_down((slot.routed ? gate_out : sh_gate_in) + slot.row * K,

@@ -17,6 +17,8 @@ extern "C" __global__ void spark_moe_expert_gate_up_shared_bf16_rows(
     const __nv_bfloat16* __restrict__ sh_gate_weight, __nv_bfloat16* __restrict__ sh_gate_out,
     const __nv_bfloat16* __restrict__ sh_up_weight, __nv_bfloat16* __restrict__ sh_up_out, unsigned int N,
     unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t row = blockIdx.y;
     const bool up = blockIdx.z % 2u != 0u;
     const MoeBf16Slot slot(up ? up_weight_ptrs : gate_weight_ptrs, up ? up_out : gate_out, expert_indices,
@@ -32,6 +34,8 @@ extern "C" __global__ void spark_moe_expert_silu_down_shared_bf16_rows(
     const unsigned int* __restrict__ expert_indices, const __nv_bfloat16* __restrict__ sh_gate_in,
     const __nv_bfloat16* __restrict__ sh_up_in, const __nv_bfloat16* __restrict__ sh_down_weight,
     __nv_bfloat16* __restrict__ sh_down_out, unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const MoeBf16Slot slot(weight_ptrs, C, expert_indices, sh_down_weight, sh_down_out, blockIdx.y, blockIdx.z, N,
                            top_k);
     moe_bf16_down((slot.routed ? gate_out : sh_gate_in) + slot.row * K,
@@ -44,6 +48,8 @@ extern "C" __global__ void spark_moe_weighted_sum_blend_rows(
     const float* __restrict__ expert_weights, const __nv_bfloat16* __restrict__ shared_out,
     const __nv_bfloat16* __restrict__ input, const __nv_bfloat16* __restrict__ gate_weight, unsigned int hidden,
     unsigned int top_k, unsigned int K) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t row = blockIdx.y;
     spark_moe_blend(output + row * hidden, expert_out + row * top_k * hidden, expert_weights + row * top_k,
                     shared_out + row * hidden, input + row * K, gate_weight, hidden, top_k, K);

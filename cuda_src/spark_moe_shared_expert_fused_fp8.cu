@@ -27,6 +27,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_gate_up_share
     __nv_bfloat16* __restrict__ sh_gate_out, const unsigned char* __restrict__ sh_up_weight,
     const float* __restrict__ sh_up_scale, __nv_bfloat16* __restrict__ sh_up_out, unsigned int N, unsigned int K,
     unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const bool up = blockIdx.z != 0u;
     const unsigned char* shared = up ? sh_up_weight : sh_gate_weight;
     const SparkFp8Projection to = {
@@ -47,6 +49,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_gate_up_share
     __nv_bfloat16* __restrict__ sh_gate_out, const unsigned char* __restrict__ sh_up_weight,
     const float* __restrict__ sh_up_scale, __nv_bfloat16* __restrict__ sh_up_out, unsigned int N, unsigned int K,
     unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const bool up = blockIdx.z % 2u != 0u;
     const unsigned char* shared = up ? sh_up_weight : sh_gate_weight;
     const SparkFp8Projection to = {
@@ -67,6 +71,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_silu_down_sha
     const __nv_bfloat16* __restrict__ sh_gate_in, const __nv_bfloat16* __restrict__ sh_up_in,
     const unsigned char* __restrict__ sh_down_weight, const float* __restrict__ sh_down_scale,
     __nv_bfloat16* __restrict__ sh_down_out, unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const SparkFp8Projection down = {
         {weight_ptrs, scale_ptrs}, C, spark_fp8_shared(sh_down_weight, sh_down_scale), sh_down_out};
     spark_expert_down(spark_staged, gate_out, up_out, sh_gate_in, sh_up_in, down, expert_indices, 0u, blockIdx.y, N, K, top_k);
@@ -80,6 +86,8 @@ extern "C" __global__ void __launch_bounds__(128) spark_moe_expert_silu_down_sha
     const __nv_bfloat16* __restrict__ sh_gate_in, const __nv_bfloat16* __restrict__ sh_up_in,
     const unsigned char* __restrict__ sh_down_weight, const float* __restrict__ sh_down_scale,
     __nv_bfloat16* __restrict__ sh_down_out, unsigned int N, unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const SparkFp8Projection down = {
         {weight_ptrs, scale_ptrs}, C, spark_fp8_shared(sh_down_weight, sh_down_scale), sh_down_out};
     spark_expert_down(spark_staged, gate_out, up_out, sh_gate_in, sh_up_in, down, expert_indices, blockIdx.y, blockIdx.z, N, K,

@@ -23,6 +23,8 @@ __device__ __forceinline__ unsigned clamped_pair(unsigned gate, unsigned up, flo
 // 16 bytes. output may be gate or up.
 extern "C" __global__ void spark_moe_silu_mul_clamped(const __nv_bfloat16* gate, const __nv_bfloat16* up,
                                                       __nv_bfloat16* output, unsigned int total_elements, float limit) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t first = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * CLAMPED_ELEMENTS;
     const size_t end = first + CLAMPED_ELEMENTS;
     if (end <= total_elements && spark_aligned(gate, 16u) && spark_aligned(up, 16u) && spark_aligned(output, 16u)) {

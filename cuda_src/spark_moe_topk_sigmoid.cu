@@ -136,6 +136,8 @@ extern "C" __global__ void spark_moe_topk_sigmoid(const __nv_bfloat16* __restric
                                                   float* __restrict__ expert_weights, unsigned int num_experts,
                                                   unsigned int top_k, unsigned int n_group, unsigned int topk_group,
                                                   unsigned int normalize, float scaling_factor) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     topk_sigmoid(gate_logits, correction_bias, expert_indices, expert_weights, num_experts, top_k, n_group, topk_group,
                  normalize != 0u, scaling_factor);
 }
@@ -148,6 +150,8 @@ extern "C" __global__ void spark_moe_topk_sigmoid_batched(const __nv_bfloat16* _
                                                           unsigned int top_k, unsigned int n_group,
                                                           unsigned int topk_group, unsigned int normalize,
                                                           float scaling_factor) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t token = blockIdx.x;
     topk_sigmoid(gate_logits + token * num_experts, correction_bias, expert_indices + token * top_k,
                  expert_weights + token * top_k, num_experts, top_k, n_group, topk_group, normalize != 0u,

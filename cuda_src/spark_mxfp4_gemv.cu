@@ -10,6 +10,8 @@ extern "C" __global__ void __launch_bounds__(256)
     spark_mxfp4_gemv(const __nv_bfloat16* __restrict__ A, const unsigned char* __restrict__ B_packed,
                      const unsigned char* __restrict__ B_scale, __nv_bfloat16* __restrict__ C, unsigned int N,
                      unsigned int K) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float warp_sums[1][2u * MXFP4_GROUPS];
     mxfp4_block<1u, 1u, 1u, 4u>(A, B_packed, B_scale, C, N, K, 0u, warp_sums);
 }
@@ -23,6 +25,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     spark_mxfp4_gemv_batchm(const __nv_bfloat16* __restrict__ A, const unsigned char* __restrict__ B_packed,
                             const unsigned char* __restrict__ B_scale, __nv_bfloat16* __restrict__ C, unsigned int M,
                             unsigned int N, unsigned int K, unsigned int out_stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float warp_sums[MXFP4_BATCH_ROWS * MXFP4_BATCH_OUTPUTS][2u * MXFP4_GROUPS];
     switch (M) {
 // With more rows, two chunks of an output in flight would spill, and then two outputs at a time.

@@ -57,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     spark_norm_concat(const __nv_bfloat16* first, const __nv_bfloat16* second, const __nv_bfloat16* first_weight,
                       const __nv_bfloat16* second_weight, __nv_bfloat16* out, unsigned int hidden_size,
                       unsigned int one_plus, float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t row = blockIdx.y;
     const unsigned count = hidden_size / 2u;
     const __nv_bfloat16* x = (blockIdx.x == 0u ? first : second) + row * hidden_size;
@@ -69,6 +71,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void __launch_bounds__(1024)
     spark_add_then_norm(__nv_bfloat16* hidden, const __nv_bfloat16* src, const __nv_bfloat16* weight,
                         __nv_bfloat16* output, unsigned int hidden_size, unsigned int one_plus, float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t start = static_cast<size_t>(blockIdx.x) * hidden_size;
     const unsigned count = hidden_size / 2u;
     Pairs pairs = load_pairs(hidden + start, count);

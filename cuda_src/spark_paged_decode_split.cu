@@ -381,6 +381,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                              unsigned int table_stride, unsigned int lens_stride, unsigned int num_q_heads,
                              unsigned int num_kv_heads, unsigned int head_dim, unsigned int block_size, float scale,
                              unsigned int q_stride, unsigned long long cache_stride, unsigned int sliding_window) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     split_kernel<Bf16Rows>(Q, K_cache, V_cache, partial, sums, block_tables, seq_lens, table_stride, lens_stride,
                            num_q_heads, num_kv_heads, head_dim, block_size, scale, q_stride, cache_stride,
                            sliding_window);
@@ -393,6 +395,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                                  unsigned int table_stride, unsigned int lens_stride, unsigned int num_q_heads,
                                  unsigned int num_kv_heads, unsigned int head_dim, unsigned int block_size, float scale,
                                  unsigned int q_stride, unsigned long long cache_stride, unsigned int sliding_window) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     split_kernel<E4m3Rows>(Q, K_cache, V_cache, partial, sums, block_tables, seq_lens, table_stride, lens_stride,
                            num_q_heads, num_kv_heads, head_dim, block_size, scale, q_stride, cache_stride,
                            sliding_window);
@@ -407,6 +411,8 @@ extern "C" __global__ void __launch_bounds__(256)
                              const int* seq_lens, unsigned int lens_stride, unsigned int num_q_heads,
                              unsigned int head_dim, float output_scale, unsigned int gate_stride,
                              unsigned int sliding_window) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     constexpr unsigned QUADS = SPLIT_CHUNK / 4u;
     constexpr unsigned GROUPS = 256u / QUADS;
     constexpr unsigned EACH = SPLIT_MOST / GROUPS;

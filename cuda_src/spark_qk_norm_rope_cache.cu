@@ -112,6 +112,8 @@ extern "C" __global__ void __launch_bounds__(256)
                              unsigned int num_kv_heads, unsigned int head_dim, unsigned int rotary_dim,
                              unsigned int block_size, unsigned int q_stride, unsigned long long cache_stride,
                              unsigned int one_plus, float eps, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const Shape shape = {num_q_heads, num_kv_heads, head_dim, rotary_dim,    block_size,
                          q_stride,    cache_stride, eps,      theta,         one_plus != 0u};
     prepare(Q, K, V, q_weight, k_weight, k_cache, v_cache, positions, slots, position_stride, slot_stride, shape,
@@ -128,6 +130,8 @@ extern "C" __global__ void __launch_bounds__(256)
                                  unsigned int num_kv_heads, unsigned int head_dim, unsigned int rotary_dim,
                                  unsigned int block_size, unsigned int q_stride, unsigned long long cache_stride,
                                  unsigned int one_plus, float eps, float theta, float k_scale, float v_scale) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const Shape shape = {num_q_heads, num_kv_heads, head_dim, rotary_dim,    block_size,
                          q_stride,    cache_stride, eps,      theta,         one_plus != 0u};
     const float k_inverse = 1.0f / k_scale;

@@ -11,5 +11,7 @@ extern "C" __global__ void spark_residual_add_rms_norm_vanilla(__nv_bfloat16* hi
                                                                const __nv_bfloat16* weight, __nv_bfloat16* output,
                                                                __nv_bfloat16* residual, unsigned int hidden_size,
                                                                float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     spark_residual_add_rms_norm<false>(hidden, src, weight, output, residual, hidden_size, eps);
 }

@@ -36,6 +36,8 @@ __device__ __forceinline__ void spark_f32_norm_row(const float* x, const __nv_bf
 extern "C" __global__ void spark_rms_norm_f32(const float* __restrict__ input,
                                               const __nv_bfloat16* __restrict__ weight,
                                               __nv_bfloat16* __restrict__ output, unsigned int hidden_size, float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t start = static_cast<size_t>(blockIdx.x) * hidden_size;
     const float* x = input + start;
     __nv_bfloat16* y = output + start;

@@ -65,6 +65,8 @@ extern "C" __global__ void __launch_bounds__(256)
     spark_v4_grouped_gemv(const __nv_bfloat16* __restrict__ A, const __nv_bfloat16* __restrict__ B,
                           __nv_bfloat16* __restrict__ C, unsigned int M, unsigned int groups, unsigned int N,
                           unsigned int K) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float warp_sums[GROUPED_ROWS][GROUPED_WARPS];
     const unsigned chunks = K / SPARK_DOT_CHUNK;
     const unsigned outputs = groups * N;

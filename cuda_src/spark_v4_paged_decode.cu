@@ -283,6 +283,8 @@ extern "C" __global__ void __launch_bounds__(256)
                           unsigned int max_blocks_per_seq, unsigned int num_heads, unsigned int head_dim,
                           unsigned int rope_dim, unsigned int block_size, float inv_sqrt_d, float theta,
                           unsigned int sliding_window) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     decode<Bf16Rows>(Q, pool, O, block_tables, seq_lens, positions, sinks, max_blocks_per_seq, num_heads, head_dim,
                      rope_dim, block_size, inv_sqrt_d, theta, sliding_window);
 }
@@ -294,6 +296,8 @@ extern "C" __global__ void __launch_bounds__(256)
                               const float* sinks, unsigned int max_blocks_per_seq, unsigned int num_heads,
                               unsigned int head_dim, unsigned int rope_dim, unsigned int block_size, float inv_sqrt_d,
                               float theta, unsigned int sliding_window) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     decode<E4m3Rows>(Q, pool, O, block_tables, seq_lens, positions, sinks, max_blocks_per_seq, num_heads, head_dim,
                      rope_dim, block_size, inv_sqrt_d, theta, sliding_window);
 }

@@ -99,6 +99,8 @@ struct V4Head {
 extern "C" __global__ void __launch_bounds__(256)
     spark_v4_q_norm_rope(__nv_bfloat16* q, const unsigned int* positions, unsigned int heads, unsigned int head_dim,
                          unsigned int rope_dim, float eps, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float2 turns[V4_MAX_PAIRS];
     const size_t row = blockIdx.x;
     const unsigned own = blockIdx.y * QUERY_HEADS + threadIdx.x / SPARK_WARP;
@@ -137,6 +139,8 @@ extern "C" __global__ void __launch_bounds__(32)
     spark_v4_kv_assemble(const __nv_bfloat16* kv, const __nv_bfloat16* weight, const unsigned int* positions,
                          __nv_bfloat16* pool, const long long* slot_mapping, unsigned int head_dim,
                          unsigned int rope_dim, float eps, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     assemble(kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta);
 }
 
@@ -145,5 +149,7 @@ extern "C" __global__ void __launch_bounds__(32)
     spark_v4_kv_assemble_fp8(const __nv_bfloat16* kv, const __nv_bfloat16* weight, const unsigned int* positions,
                              unsigned char* pool, const long long* slot_mapping, unsigned int head_dim,
                              unsigned int rope_dim, float eps, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     assemble(kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta);
 }

@@ -13,6 +13,8 @@ constexpr unsigned ROPE_HEADS = 8u;  // of a block; with 64 elements to rotate, 
 extern "C" __global__ void spark_v4_rope(__nv_bfloat16* x, const unsigned int* positions, unsigned int heads,
                                          unsigned int head_dim, unsigned int rope_dim, float theta,
                                          unsigned int inverse) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float2 turns[V4_MAX_PAIRS];
     const size_t row = blockIdx.x;
     v4_turns(turns, positions[row], rope_dim, theta, inverse != 0u);

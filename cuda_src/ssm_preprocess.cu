@@ -28,6 +28,8 @@ __device__ __forceinline__ void deinterleave(__nv_bfloat16* data, unsigned num_h
 // memory.
 extern "C" __global__ void deinterleave_qg(__nv_bfloat16* data, unsigned int num_heads, unsigned int head_dim,
                                            unsigned int stride) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __nv_bfloat16* row = data + static_cast<size_t>(blockIdx.x) * stride;
     if (head_dim % 8u == 0u && spark_aligned(row, 16u)) {
         deinterleave<uint4>(row, num_heads, head_dim);

@@ -10,6 +10,8 @@
 extern "C" __global__ void __launch_bounds__(256)
     w8a16_gemv(const __nv_bfloat16* __restrict__ A, const unsigned char* __restrict__ B,
                const float* __restrict__ block_scale, __nv_bfloat16* __restrict__ C, unsigned int N, unsigned int K) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     __shared__ float warp_sums[1][FP8_WARPS];
     fp8_gemv_block<Fp8Scales::BLOCK, 1u, 1u>(A, B, block_scale, C, N, K, 0u, warp_sums);
 }

@@ -33,13 +33,15 @@ def whole(step: int) -> Callable[[Call], None]:
     return rule
 
 
-def operand(name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]], align: int = 0) -> list[ParamSpec]:
-    """A pointer for each matrix, W0 W1 W2 say; that of the first is needed."""
+def operand(
+    name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]], align: int = 0, early: bool = True
+) -> list[ParamSpec]:
+    """A pointer for each matrix, W0 W1 W2 say; that of the first is needed. `early`: what the ring copies."""
 
     def shape_of(i: int) -> Callable[[Call], tuple[int, ...]]:
         return lambda c: shape(c, i)
 
-    return [pointer(f"{name}{i}", dtype, "r", shape_of(i), align=align, optional=i > 0) for i in MATRICES]
+    return [pointer(f"{name}{i}", dtype, "r", shape_of(i), align=align, optional=i > 0, early=early) for i in MATRICES]
 
 
 def _touched(i: int) -> Callable[[Call], tuple[int, ...]]:

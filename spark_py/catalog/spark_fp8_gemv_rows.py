@@ -18,7 +18,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         "spark_fp8_gemv_rows",
         [
             *operand("W", "u8", lambda c, i: (outputs(c, i), c.K), align=WIDE_LOAD),
-            *operand("S", "f32", lambda c, i: (outputs(c, i),)),
+            *operand("S", "f32", lambda c, i: (outputs(c, i),), early=False),
         ],
         whole(16),
         reference.spark_fp8_gemv_rows,

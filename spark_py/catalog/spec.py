@@ -76,7 +76,9 @@ class ParamSpec:
 
     `shape` gives the elements that the launch touches, starting `offset` elements after the pointer; `access` says
     whether they are read, written or both; `align` is the byte alignment the kernel's loads need; `optional` allows
-    NULL. All four are for pointers only. `pointee` makes it a table of addresses (u64), where 0 stands for no array.
+    NULL. `early` says that a kernel of a `dependent` module reads it before it waits for the kernels before it, which
+    do not write it: weights. All five are for pointers only. `pointee` makes it a table of addresses (u64), where 0
+    stands for no array.
     """
 
     name: str
@@ -87,6 +89,7 @@ class ParamSpec:
     offset: Callable[[Call], int] | None = None
     optional: bool = False
     pointee: Pointee | None = None
+    early: bool = False
 
     @property
     def is_pointer(self) -> bool:
@@ -139,10 +142,11 @@ def pointer(
     align: int = 0,
     offset: Callable[[Call], int] | None = None,
     optional: bool = False,
+    early: bool = False,
 ) -> ParamSpec:
     """A device pointer; `align` defaults to the element size. Read-only pointers are `const`."""
     ctype = f"const {dtype}*" if access == "r" else f"{dtype}*"
-    return ParamSpec(name, ctype, shape, access, align or DTYPES[dtype].itemsize, offset, optional)
+    return ParamSpec(name, ctype, shape, access, align or DTYPES[dtype].itemsize, offset, optional, early=early)
 
 
 def table(name: str, length: Callable[[Call], tuple[int, ...]], pointee: Pointee) -> ParamSpec:

@@ -181,6 +181,7 @@ def _device() -> Iterator[Finding]:
         yield Finding("driver", "missing", text, needed, "install NVIDIA's driver, which brings libcuda")
     for number, device in enumerate(seen["devices"]):
         text = f"{device['name']}, {device['arch']}, {device['memory'] / 2**30:.1f} GiB"
+        text += ", dependent launches in graphs" if device["dependent"] else ""
         yield Finding(f"device {number}", "ok", text, needed)
     if not seen["devices"]:
         yield Finding("device", "missing", seen["error"], needed)

@@ -29,6 +29,7 @@ _KINDS: tuple[type[KernelFaultError], ...] = (
     errors.KernelCrashError,
     errors.KernelTrapError,
     errors.KernelResourceError,
+    errors.DependenceError,
 )
 _ACCESS = ("", "reads", "writes", "updates")
 _SPACES = ("", "", "dynamic shared memory", "static shared memory")

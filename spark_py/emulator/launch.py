@@ -18,7 +18,7 @@ from .symbols import shared_variables
 
 __all__ = ["ORDERS", "EmulatedModule", "Fault", "Order", "Ranges", "Schedule", "run"]
 
-_ABI = 1
+_ABI = 2
 
 Order = Literal["warp-first", "reverse", "priority"]
 ORDERS: tuple[Order, ...] = ("warp-first", "reverse", "priority")
@@ -102,6 +102,9 @@ class _Launch(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("timeout", ctypes.c_double),
         ("fault", ctypes.POINTER(Fault)),
+        ("early", ctypes.c_void_p),
+        ("early_count", ctypes.c_uint32),
+        ("dependent", ctypes.c_uint32),
     ]
 
 
@@ -237,15 +240,19 @@ def run(
     ranges: Ranges,
     schedule: Schedule,
     cooperative: bool = False,
+    dependent: bool = False,
+    early: Sequence[int] = (),
 ) -> Fault | None:
     """Run a grid to its end; the fault that ended it, or None.
 
     `geometry` is (grid, block, dynamic shared bytes), `args` holds each argument at its entry of `offsets` (a ctypes
-    array of uint32).
+    array of uint32). A `dependent` kernel has to wait for the kernels before it; until then it may read the ranges that
+    hold the addresses of `early` alone.
     """
     grid, block, shared = geometry
     buffer = (ctypes.c_char * max(len(args), 1)).from_buffer_copy(args or b"\0")
     fault = Fault()
+    before = (ctypes.c_uint64 * max(len(early), 1))(*early)
     launch = _Launch(
         module.address,
         kernel,
@@ -262,5 +269,8 @@ def run(
         schedule.seed,
         schedule.timeout or 0.0,
         ctypes.pointer(fault),
+        ctypes.addressof(before),
+        len(early),
+        dependent,
     )
     return fault if module.runtime.spark_emu_launch(ctypes.byref(launch)) else None

@@ -5,11 +5,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Sequence
 
 from .errors import BackendUnavailableError, CudaError
 
 _BF16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 @functools.cache
@@ -38,6 +53,22 @@ def driver_version() -> tuple[int, int] | None:
     number = ctypes.c_int()
     _check("cuDriverGetVersion", library.cuDriverGetVersion(ctypes.byref(number)))
     return number.value // 1000, number.value % 1000 // 10
+
+
+def dependent_launcher(operation: str, function: int, geometry: Sequence[int], table: int) -> Callable[[int], None]:
+    """A function of a stream that launches `function` there by cuLaunchKernelEx as programmatic stream serialization
+    has it: it may start as soon as the kernel before it lets it. `geometry` is grid and block of x, y, z and bytes of
+    dynamic shared memory, `table` the address of the arguments' addresses."""
+    call = libcuda().cuLaunchKernelEx
+    call.argtypes = [ctypes.POINTER(_Config), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    attribute = _Attribute(_PROGRAMMATIC)
+    attribute.value[0] = 1
+
+    def launch(stream: int) -> None:
+        config = _Config(*geometry, stream, ctypes.pointer(attribute), 1)
+        _check(operation, call(ctypes.byref(config), function, table, None))
+
+    return launch
 
 
 def encode_tiled_2d_bf16(

@@ -28,6 +28,8 @@ class Capture:
     events: dict[int, Clock] = field(default_factory=dict)
     """The same for events recorded inside the capture."""
     memory: set[Allocation] = field(default_factory=set)
+    written: set[Allocation] = field(default_factory=set)
+    """Those of them that an operation so far may write."""
     error: BaseException | None = None
     """The first error inside; the capture is over from then on, and end_capture tells it."""
 

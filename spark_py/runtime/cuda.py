@@ -3,17 +3,22 @@
 
 Twin of `AtlasCudaBackend` in `gpu_impl.rs`. Memory comes from cudaMalloc without a pool, streams are the backend's
 own, captures are relaxed. The only file that imports CuPy for more than its compiler.
+
+In a capture, kernels of a `dependent` module are launched so that they may start while the one before them still runs
+(compute capability 9.0 and CUDA 12.3 of the driver); `SPARK_PY_DEPENDENT=0` leaves that out.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import catalog
+from ._driver import dependent_launcher
 from .arch import arch_of
 from .audit import KernelAudit
 from .checked import CheckedBackend
@@ -46,6 +51,9 @@ _OUT_OF_MEMORY = 2
 _NOT_READY = 600
 _ATTACH_GLOBAL = 1
 _HOST_ALLOC_FLAGS = 3  # portable and mapped
+_DEPENDENT = "SPARK_PY_DEPENDENT"
+_DEPENDENT_MAJOR = 9
+_DEPENDENT_DRIVER = 12030  # CUDA 12.3: the first with programmatic dependences in graphs
 
 
 class _Api:
@@ -72,7 +80,8 @@ def _device_count(api: _Api) -> int:
 
 
 def probe() -> dict[str, Any]:
-    """What `doctor` tells about CUDA: driver_version, devices (name, arch, memory in bytes), error ("" when fine)."""
+    """What `doctor` tells about CUDA: driver_version, devices (name, arch, memory in bytes, dependent: whether captures
+    use dependent launches), error ("" when fine)."""
     from ._driver import driver_version
 
     found: dict[str, Any] = {"driver_version": None, "devices": [], "error": ""}
@@ -84,10 +93,29 @@ def probe() -> dict[str, Any]:
             properties = api.runtime.getDeviceProperties(ordinal)
             arch = arch_of((int(properties["major"]), int(properties["minor"])))
             memory = int(properties["totalGlobalMem"])
-            found["devices"].append({"name": properties["name"].decode(), "arch": arch, "memory": memory})
+            dependent = _dependent_launches(int(properties["major"]), int(api.runtime.driverGetVersion()))
+            device = {"name": properties["name"].decode(), "arch": arch, "memory": memory, "dependent": dependent}
+            found["devices"].append(device)
     except SparkError as error:
         found["error"] = str(error)
     return found
+
+
+def _dependent_launches(major: int, driver: int) -> bool:
+    """Whether captures use dependent launches on a device of this major capability with this driver (12090: 12.9)."""
+    value = os.environ.get(_DEPENDENT, "")
+    if value not in ("", "0", "1"):
+        raise InvalidArgumentError(_DEPENDENT, value, "0 or 1 is needed")
+    return value != "0" and major >= _DEPENDENT_MAJOR and driver >= _DEPENDENT_DRIVER
+
+
+def _arguments(kernel: LoadedKernel) -> tuple[Callable[..., None], bytearray, Any]:
+    """(what packs a launch's values, the buffer it packs them into, the table of the arguments' addresses there)."""
+    layout = Layout(kernel.signature)
+    buffer = bytearray(max(layout.packed.size, 8))
+    base = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
+    table = (ctypes.c_void_p * max(len(layout.starts), 1))(*(base + start for _, start in layout.starts))
+    return layout.packed.pack_into, buffer, table
 
 
 class CudaDevice(RawDevice):
@@ -113,6 +141,7 @@ class CudaDevice(RawDevice):
         self._load_lock = threading.Lock()
         self.activate()
         self._major, self._minor = self._attribute("ComputeCapabilityMajor"), self._attribute("ComputeCapabilityMinor")
+        self.dependent_launches = _dependent_launches(self._major, self._driver_version)
         self.limits = device_limits(self._attribute)
         self._staging = StagingPool(self)
 
@@ -279,7 +308,7 @@ class CudaDevice(RawDevice):
         attributes = self._function_attributes(raw.ptr)
         nullable = self._nullable(module, signature)
         dynamic = attributes.shared_dynamic_max
-        return LoadedKernel(module, function, signature, raw, attributes, dynamic, nullable)
+        return LoadedKernel(module, function, signature, raw, attributes, dynamic, nullable, dependent=source.dependent)
 
     def _load_image(self, path: Path, compiled: CompiledModule) -> Image:
         def load(image: bytes) -> Any:
@@ -307,13 +336,10 @@ class CudaDevice(RawDevice):
 
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
         """A closure that packs one launch's values and queues it; its argument buffer is reused under a lock."""
-        layout = Layout(kernel.signature)
-        buffer = bytearray(max(layout.packed.size, 8))
-        base = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
-        table = (ctypes.c_void_p * max(len(layout.starts), 1))(*(base + start for _, start in layout.starts))
+        pack, buffer, table = _arguments(kernel)
         tail = (ctypes.addressof(table),) if cooperative else (ctypes.addressof(table), 0)
         call = self._driver.launchCooperativeKernel if cooperative else self._driver.launchKernel
-        pack, lock, errors = layout.packed.pack_into, threading.Lock(), self._api.errors
+        lock, errors = threading.Lock(), self._api.errors
         before = (kernel.raw.ptr, *grid, *block, shared)
         several, bound = self._several, self._bound
         # The module and the argument table live as long as the closure.
@@ -328,6 +354,22 @@ class CudaDevice(RawDevice):
                     call(*before, stream, *tail)
                 except errors as error:
                     raise self._error(f"launch of {kernel.name} (grid {grid}, block {block})", error) from None
+
+        return launch
+
+    def plan_dependent(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int) -> Launcher | None:
+        if not self.dependent_launches:
+            return None
+        pack, buffer, table = _arguments(kernel)
+        operation = f"launch of {kernel.name} (grid {grid}, block {block})"
+        call = dependent_launcher(operation, kernel.raw.ptr, (*grid, *block, shared), ctypes.addressof(table))
+        lock, keep = threading.Lock(), (kernel.raw, table)
+
+        def launch(stream: int, pointers: Sequence[int], scalars: Sequence[Any], _keep: object = keep) -> None:
+            self.activate()
+            with lock:
+                pack(buffer, 0, *pointers, *scalars)
+                call(stream)
 
         return launch
 

@@ -37,6 +37,12 @@ class LoadedKernel:
     """Per parameter: whether a NULL pointer is allowed."""
     alignments: tuple[int, ...] = ()
     """Per parameter: what a pointer must be a multiple of (bytes), 1 where any will do; set by the owner."""
+    dependent: bool = False
+    """Whether the kernel waits by itself for those before it."""
+    early: tuple[int, ...] = ()
+    """Parameters that it reads before it waits; set by the owner."""
+    written: tuple[int, ...] = ()
+    """Parameters whose memory it may write; set by the owner."""
 
     @property
     def name(self) -> str:
@@ -125,6 +131,11 @@ class RawDevice(ABC):
     def load(self, module: str, function: str) -> LoadedKernel: ...
     @abstractmethod
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher: ...
+    def plan_dependent(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int) -> Launcher | None:
+        """As `plan`, for captures: the kernel, which is `dependent`, may start while the one before it still runs. None
+        where the device has no such launch."""
+        return None
+
     @abstractmethod
     def set_max_dynamic(self, kernel: LoadedKernel, nbytes: int) -> None: ...
     @abstractmethod

@@ -130,7 +130,8 @@ class EmulatedDevice(HostDevice):
         dynamic = max(self.limits.max_shared_default - static, 0)
         attributes = FunctionAttributes(-1, static, dynamic, 0, self.limits.max_threads_per_block)
         raw = (compiled, compiled.kernel(function))
-        return LoadedKernel(module, function, signature, raw, attributes, dynamic, _nullable(spec, signature))
+        nullable = _nullable(spec, signature)
+        return LoadedKernel(module, function, signature, raw, attributes, dynamic, nullable, dependent=source.dependent)
 
     def _compiled(self, source: ModuleSource, function: str, present: Sequence[str]) -> EmulatedModule:
         """The library of a file with `function` in it; `present` are the module's kernels, for messages."""
@@ -156,7 +157,6 @@ class EmulatedDevice(HostDevice):
     def plan(self, kernel: LoadedKernel, grid: Dim3, block: Dim3, shared: int, cooperative: bool) -> Launcher:
         if isinstance(kernel.raw, KernelSpec):
             return super().plan(kernel, grid, block, shared, cooperative)
-        module, address = kernel.raw
         layout = Layout(kernel.signature)
         offsets = (ctypes.c_uint32 * max(len(layout.starts), 1))(*(start for _, start in layout.starts))
         geometry = (grid, block, shared)
@@ -170,7 +170,8 @@ class EmulatedDevice(HostDevice):
             def operation() -> None:
                 if calls is not None:
                     calls.find(args, values)  # every range is right
-                self._run_compiled(kernel.name, module, address, geometry, args, offsets, cooperative)
+                weights = tuple(values[index] for index in kernel.early)
+                self._run_compiled(kernel, geometry, args, offsets, cooperative, weights)
                 self._check_neighbours(kernel.name, pointers)
 
             self._queue(stream, operation)
@@ -179,18 +180,19 @@ class EmulatedDevice(HostDevice):
 
     def _run_compiled(
         self,
-        name: str,
-        module: EmulatedModule,
-        kernel: int,
+        kernel: LoadedKernel,
         geometry: tuple[Dim3, Dim3, int],
         args: bytes,
         offsets: Any,
         cooperative: bool,
+        early: Sequence[int],
     ) -> None:
+        module, address = kernel.raw
         ranges = self._live_ranges()
-        fault = run(module, kernel, geometry, args, offsets, ranges, self.schedule, cooperative)
+        extras = (self.schedule, cooperative, kernel.dependent, early)
+        fault = run(module, address, geometry, args, offsets, ranges, *extras)
         if fault is not None:
-            raise fault_error(name, module.built.library, fault, ranges.names.__getitem__, module.shared_name)
+            raise fault_error(kernel.name, module.built.library, fault, ranges.names.__getitem__, module.shared_name)
 
     def _live_ranges(self) -> Ranges:
         """Live allocations by address, pinned ones among them; made anew when one came or went."""

@@ -600,3 +600,7 @@ class KernelTrapError(KernelFaultError):
 
 class KernelResourceError(KernelFaultError):
     """The CPU emulation has no memory for a launch; nothing ran."""
+
+
+class DependenceError(KernelFaultError):
+    """A kernel of a `dependent` module stores, reads what is no weight, or ends before it waits for those before it."""

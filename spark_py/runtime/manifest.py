@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """KernelSet: the modules of a kernel folder, from `kernels.toml`, the engine's `KERNEL.toml`, or the files alone.
 
-`kernels.toml` is this project's form: `[modules.NAME]` with `source`, `functions`, `flags`, `min_arch` and `gpu_only`.
+`kernels.toml` is this project's form: `[modules.NAME]` with `source`, `functions`, `flags`, `min_arch`, `gpu_only` and
+`dependent`.
 A module may have further files, each compiled to an image of its own, as `[[modules.NAME.others]]` with the same keys;
 all files of such a module list their functions.
 `KERNEL.toml` is the engine's: `[build] extra_nvcc_flags` and `[modules] stem = "name"`; every .cu and .ptx of the
@@ -35,6 +36,7 @@ _MODULE_KEYS: Mapping[str, type] = {
     "flags": list,
     "min_arch": str,
     "gpu_only": bool,
+    "dependent": bool,
     "others": list,
 }
 # nvcc's options that NVRTC refuses and that mean nothing for it; the architecture is chosen at compile time.
@@ -52,6 +54,8 @@ _NVCC_ONLY = _TAKES_VALUE | {
 class ModuleSource:
     """One file of a module, .cu or .ptx, and how to compile it. `functions` is empty where the set does not list them.
 
+    `dependent`: every kernel of the file waits by itself for the kernels before it, so that in a graph it may start
+    while they run (`spark_dependent.cuh`).
     Most modules have one file. `others` are the further ones of a module that has several, on its first file alone.
     """
 
@@ -61,6 +65,7 @@ class ModuleSource:
     flags: tuple[str, ...] = ()
     min_arch: str = "sm_80"
     gpu_only: bool = False
+    dependent: bool = False
     others: tuple[ModuleSource, ...] = ()
 
     @property
@@ -265,7 +270,8 @@ def _own_file(manifest: Path, name: str, entry: Mapping[str, Any], where: str) -
     except InvalidArgumentError as error:
         raise ManifestError(manifest, f"{where}.min_arch: {error}") from error
     flags = nvrtc_flags((*_strings(manifest, entry.get("flags", []), f"{where}.flags"), f"-I{path.parent}"), folder)
-    return ModuleSource(name, path, functions, flags, min_arch, entry.get("gpu_only", False))
+    gpu_only, dependent = entry.get("gpu_only", False), entry.get("dependent", False)
+    return ModuleSource(name, path, functions, flags, min_arch, gpu_only, dependent)
 
 
 def _engine_form(manifest: Path, table: Mapping[str, Any]) -> list[ModuleSource]:

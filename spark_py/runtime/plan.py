@@ -85,8 +85,9 @@ class Plan:
 
     `classes` are the types of plain arguments; a call whose types are exactly these needs only its pointers looked up,
     and `struct` finds numbers out of range. `call_classes` are those of stream, shared memory, grid and block before
-    them; `masks` are the address bits that each pointer must have
-    clear. `run(stream, pointers, scalars)` packs and queues.
+    them; `masks` are the address bits that each pointer must have clear. `run(stream, pointers, scalars)` packs and
+    queues. `dependent` does so in a capture, from which the kernel may start there while the one before it runs; None
+    until a capture asks for it.
 
     `seen` is a state of the ledger and the address tuples that were found alive and aligned in it; it is void after
     any free. The two change together, so that no thread adds to the tuples of a state that it did not look at.
@@ -97,6 +98,7 @@ class Plan:
         "call_classes",
         "classes",
         "cooperative",
+        "dependent",
         "grid",
         "kernel",
         "kinds",
@@ -114,6 +116,7 @@ class Plan:
     ) -> None:
         self.kernel, self.grid, self.block, self.shared, self.cooperative = kernel, grid, block, shared, cooperative
         self.run = run
+        self.dependent: Launcher | None = None
         params = kernel.signature.params
         self.kinds = tuple(p.kind for p in params)
         self.classes = tuple(_PLAIN[p.kind] for p in params)

@@ -9,6 +9,7 @@ CUH = "spark_gemv_rows.cuh"
 _SPLIT_PY = "result.reshape(len(x), -1, 2, head_dim).swapaxes(1, 2).reshape(result.shape)"
 _HALF_CU = "const unsigned half = output / head_dim % 2u;"
 _LIVE_CU = "(Format::WHOLE || chunk < chunks) && row < left;"
+_WAIT_CU = "    spark_wait_for_previous();\n"
 _WARPS_CU = "for (unsigned w = 1u; w < GEMV_WARPS; ++w) {"
 
 
@@ -32,6 +33,7 @@ def shared_mutants(module: str) -> tuple[Mutant, ...]:
             "one warp left out of the sum",
             cu=Patch(CUH, _WARPS_CU, _WARPS_CU.replace("w = 1u", "w = 2u")),
         ),
+        Mutant(check, "the kernel before is not waited for", cu=Patch(CUH, _WAIT_CU, ""), race=True),
     )
 
 

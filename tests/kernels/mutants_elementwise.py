@@ -21,6 +21,17 @@ _BATCH_PY = "return table[token_ids]"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "residual_add::bf16_residual_add",
+        "the kernel before is waited for by those that store alone",
+        cu=Patch(
+            "residual_add.cu",
+            "src, unsigned int n) {\n    spark_let_next_start();\n    spark_wait_for_previous();\n",
+            "src, unsigned int n) {\n    if (blockIdx.x * blockDim.x + threadIdx.x < n) {\n"
+            "        spark_wait_for_previous();\n    }\n",
+        ),
+        race=True,
+    ),
+    Mutant(
+        "residual_add::bf16_residual_add",
         "truncated instead of rounded",
         cu=Patch(
             "residual_add.cu",

@@ -65,6 +65,7 @@ functions = ["fast", "faster"]
 flags = ["-default-device"]
 min_arch = "sm_90"
 gpu_only = true
+dependent = true
 """
 
 
@@ -78,6 +79,7 @@ def test_a_module_of_several_files(tmp_path: Path) -> None:
     assert (other.name, other.path, other.min_arch, other.gpu_only) == ("gemm", root / "b.cu", "sm_90", True)
     assert other.flags == ("-default-device", f"-I{root}")
     assert (module.flags, module.min_arch, module.gpu_only) == ((f"-I{root}",), "sm_80", False)
+    assert (other.dependent, module.dependent) == (True, False)
     assert module.holding("plain") is module.holding("nowhere") is module
     assert opened.known_kernels() == (("gemm", "plain"), ("gemm", "fast"), ("gemm", "faster"))
     alone = KernelSet.open(root / "b.cu").module("gemm")
@@ -181,6 +183,7 @@ ONE = '[modules.m]\nsource = "a.cu"\n'
         (ONE + "min_arch = 90", "modules.m.min_arch is 90"),
         (ONE + 'min_arch = "90a"', "modules.m.min_arch"),
         (ONE + "gpu_only = 1", "modules.m.gpu_only is 1: a bool"),
+        (ONE + 'dependent = "yes"', "modules.m.dependent is 'yes': a bool"),
         (ONE + "[extra]\nx = 1", "unknown key 'extra'"),
     ],
 )

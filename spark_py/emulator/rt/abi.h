@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SPARK_EMU_ABI 1
+#define SPARK_EMU_ABI 2
 #define SPARK_EMU_DYNAMIC_MAX 232448  // bytes of dynamic shared memory that a block may have: 227 KiB
 
 #define SPARK_EMU_VISIBLE __attribute__((visibility("default")))
@@ -94,6 +94,8 @@ SPARK_EMU_VISIBLE void spark_emu_collect(uint32_t op, uint32_t mask, int arg, in
 // Called before each atomic operation: threads that wait for one another by atomics get their turn.
 SPARK_EMU_VISIBLE void spark_emu_atomic(const volatile void* address, unsigned size);
 SPARK_EMU_VISIBLE void spark_emu_yield();
+// The thread may use from now on what the kernels before this one wrote.
+SPARK_EMU_VISIBLE void spark_emu_wait_for_previous();
 SPARK_EMU_VISIBLE void spark_emu_fence();
 SPARK_EMU_VISIBLE long long spark_emu_clock();
 SPARK_EMU_VISIBLE int spark_emu_printf(const char* format, ...) __attribute__((format(printf, 1, 2)));

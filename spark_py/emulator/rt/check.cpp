@@ -226,6 +226,27 @@ const EmuRange* find_range(Checker* checker, uint64_t address, uint64_t* index) 
     return grid->ranges + low - 1;
 }
 
+// Whether a dependent kernel may read a range before it waits.
+bool is_early(const EmuLaunch* launch, const EmuRange* range) {
+    for (uint32_t i = 0; i < launch->early_count; ++i) {
+        if (launch->early[i] - range->base < range->size) {
+            return true;
+        }
+    }
+    return false;
+}
+
+[[noreturn]] void too_early(Worker* worker, uint64_t address, unsigned size, bool write, bool atomic, void* pc) {
+    EmuFault* fault = claim_fault(worker, EMU_DEPENDENCE);
+    if (fault != nullptr) {
+        name_here(fault, worker, access_of(write, atomic), pc);
+        name_address(fault, worker, address, size);
+        say(fault, "%s global memory before spark_wait_for_previous%s", verb(write, atomic),
+            write ? "" : ", which only an `early` parameter allows");
+    }
+    leave(worker);
+}
+
 }  // namespace
 
 void check_access(const void* pointer, unsigned size, bool write, bool atomic, void* pc) {
@@ -254,6 +275,9 @@ void check_access(const void* pointer, unsigned size, bool write, bool atomic, v
     }
     if (address + size > range->base + range->size) {
         out_of_bounds(worker, address, size, write, atomic, pc);
+    }
+    if (!static_cast<const Lane*>(spark_emu_lane)->waited && (write || !is_early(worker->grid->launch, range))) {
+        too_early(worker, address, size, write, atomic, pc);
     }
     touch(worker, worker->checker->grid->shadows + index, address, size, write, atomic, pc);
 }

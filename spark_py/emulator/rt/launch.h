@@ -21,6 +21,7 @@ enum EmuFaultKind : uint32_t {
     EMU_STACK,
     EMU_TRAP,
     EMU_RESOURCES,
+    EMU_DEPENDENCE,
 };
 
 enum EmuAccess : uint32_t { EMU_NO_ACCESS, EMU_READ, EMU_WRITE, EMU_ATOMIC };
@@ -60,6 +61,8 @@ struct EmuLaunch {
     uint64_t seed;
     double timeout;  // seconds of CPU time to an OS thread; 0: none
     EmuFault* fault;
+    const uint64_t* early;  // addresses in the ranges that a dependent kernel may read before it waits
+    uint32_t early_count, dependent;
 };
 
 extern "C" {

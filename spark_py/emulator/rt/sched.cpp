@@ -176,6 +176,7 @@ void run_block(Worker* worker, uint64_t number) {
         worker->lanes[i].sp = nullptr;
         worker->lanes[i].stack = nullptr;
         worker->lanes[i].waiting = RUNNING;
+        worker->lanes[i].waited = launch->dependent == 0u;
     }
     for (unsigned w = 0; w < worker->warp_count; ++w) {
         Warp& warp = worker->warps[w];
@@ -264,6 +265,11 @@ void yield(Worker* worker, Lane* lane) {
 }
 
 void lane_finished(Worker* worker, Lane* lane) {
+    if (!lane->waited) {
+        fail(worker, EMU_DEPENDENCE, EmuSite{nullptr, 0},
+             "the thread ends without spark_wait_for_previous: the kernel after this one would run while those before it "
+             "still do");
+    }
     const unsigned w = lane->linear / WARP;
     worker->warps[w].live &= ~(1u << (lane->linear % WARP));
     --worker->live;
@@ -350,6 +356,8 @@ extern "C" int spark_emu_barrier(uint32_t kind, int predicate, EmuSite site) {
     suspend(worker, lane);
     return worker->barrier_result;
 }
+
+extern "C" void spark_emu_wait_for_previous() { static_cast<Lane*>(spark_emu_lane)->waited = true; }
 
 extern "C" void spark_emu_yield() {
     Lane* lane = static_cast<Lane*>(spark_emu_lane);

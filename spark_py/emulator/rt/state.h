@@ -29,6 +29,7 @@ struct Lane : EmuLane {
     void* stack;  // lower end, NULL until it has started
     EmuSite site;
     Waiting waiting;
+    bool waited;  // for the kernels before this one
 };
 
 struct Warp {

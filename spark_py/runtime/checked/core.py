@@ -214,6 +214,12 @@ class Core(GpuBackend):
             capture.memory.update(allocations)
             capture.work(stream)
 
+    def _written(self, stream: int, written: Allocation, *others: Allocation) -> None:
+        """As `_queued`, of an operation that writes the first of the allocations."""
+        self._queued(stream, written, *others)
+        if stream in self._captures:
+            self._captures[stream].written.add(written)
+
     def _drain(self) -> None:
         """Wait for everything queued on streams that do not capture, those of other libraries included."""
         with self._wait_lock:

@@ -39,6 +39,16 @@ def _alignments(kernel: LoadedKernel) -> tuple[int, ...]:
     )
 
 
+def _uses(kernel: LoadedKernel) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(parameters read before the kernel waits, parameters it may write): any where the catalogue does not know it."""
+    params = kernel.signature.params
+    spec = catalog.find(kernel.module, kernel.function)
+    if spec is None or len(spec.params) != len(params):
+        return (), tuple(i for i, param in enumerate(params) if param.kind in (Kind.PTR, Kind.W64))
+    early = tuple(i for i, param in enumerate(spec.params) if param.early)
+    return early, tuple(i for i, param in enumerate(spec.params) if param.is_pointer and param.access != "r")
+
+
 class KernelOps(StreamOps):
     """The trait's kernel group up to the launch."""
 
@@ -87,6 +97,7 @@ class KernelOps(StreamOps):
             raise
         self._audit.record(module, func_name, True, site)
         loaded.alignments = _alignments(loaded)
+        loaded.early, loaded.written = _uses(loaded)
         with self._lock:
             if key in self._by_name:
                 return self._by_name[key]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..allocations import Allocation
 from ..audit import KernelAudit
-from ..device import Dim3, LoadedKernel, RawDevice
+from ..capture import Capture
+from ..device import Dim3, Launcher, LoadedKernel, RawDevice
 from ..errors import ArgumentPointerError, BackendClosedError, GeometryError, InvalidArgumentError
 from ..gpu import DevicePtr, KernelHandle, StreamLike
 from ..launch import KernelArg, check_argument, check_arity
@@ -130,11 +131,12 @@ class LaunchOps(KernelOps):
             raw = self._stream(stream)
             scalars: Sequence[Any]
             pointers, scalars = self._plain(plan, args, kinds)
+            run = self._run_in(self._captures[raw], plan, pointers) if raw in self._captures else plan.run
             try:
-                plan.run(raw, pointers, scalars)
+                run(raw, pointers, scalars)
             except (struct.error, OverflowError):
                 pointers, scalars = self._checked(plan, args, kinds)
-                plan.run(raw, pointers, scalars)
+                run(raw, pointers, scalars)
         except Exception as error:
             self._capture_failed(error, stream)
             raise
@@ -197,11 +199,25 @@ class LaunchOps(KernelOps):
                 kernel.name, f"{ptr!r} is no multiple of {width} bytes, which the kernel's loads need", name
             )
 
+    def _run_in(self, capture: Capture, plan: Plan, pointers: Sequence[int]) -> Launcher:
+        """What queues a launch in `capture`. A kernel that waits by itself for the one before it may start beside it,
+        unless what it reads before that was written in this very capture."""
+        kernel = plan.kernel
+        if plan.dependent is None:
+            start = None
+            if kernel.dependent and not plan.cooperative:
+                start = self._device.plan_dependent(kernel, plan.grid, plan.block, plan.shared)
+            plan.dependent = start or plan.run
+        order = plan.layout.pointer_at
+        early = self._allocations(pointers[order.index(i)] for i in kernel.early)
+        return plan.dependent if capture.written.isdisjoint(early) else plan.run
+
     def _launched(
         self, plan: Plan, stream: int, values: Sequence[Any], handle: KernelHandle, args: Sequence[Argument]
     ) -> None:
         """What only captures, traces, debugging and streams of other libraries ask for."""
         if stream in self._captures:
+            self._captures[stream].written.update(self._allocations(values[i] for i in plan.kernel.written))
             self._queued(stream, *self._pointed(plan, values))
         else:
             self._queued(stream)
@@ -212,7 +228,9 @@ class LaunchOps(KernelOps):
             self._trace.record_launch(plan.kernel, handle, *geometry, values, args)
 
     def _pointed(self, plan: Plan, values: Sequence[Any]) -> list[Allocation]:
-        addresses = [v for kind, v in zip(plan.kinds, values, strict=True) if kind in (Kind.PTR, Kind.W64)]
+        return self._allocations(v for kind, v in zip(plan.kinds, values, strict=True) if kind in (Kind.PTR, Kind.W64))
+
+    def _allocations(self, addresses: Iterable[int]) -> list[Allocation]:
         with self._lock:
             return [a for a in map(self._memory.find, addresses) if a is not None]
 

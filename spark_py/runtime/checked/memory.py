@@ -257,7 +257,7 @@ class MemoryOps(Core):
         host = address_of(data)
         self._pinned_for_graph(host, data.nbytes, raw, "copy_h2d_async_retained")
         self._device.h2d(dst.address, host, data.nbytes, raw)
-        self._queued(raw, allocation)
+        self._written(raw, allocation)
         self._retain(raw, src)
         self._record("copy_h2d_async_retained", data, dst=dst)
 
@@ -282,7 +282,7 @@ class MemoryOps(Core):
         if both is None:
             return
         self._device.d2d(dst.address, src.address, size, raw)
-        self._queued(raw, *both)
+        self._written(raw, both[1], both[0])
         self._record("copy_d2d_async", src=src, dst=dst, nbytes=size)
 
     @queued
@@ -310,7 +310,7 @@ class MemoryOps(Core):
         if both is None:
             return
         self._device.d2d_2d(dst.address, pitches["dst_pitch"], src.address, pitches["src_pitch"], width, rows, raw)
-        self._queued(raw, *both)
+        self._written(raw, both[1], both[0])
         self._record("copy_d2d_2d_async", None, src=src, dst=dst, **pitches, width=width, height=rows)
 
     def _both_ranges(
@@ -342,7 +342,7 @@ class MemoryOps(Core):
         if allocation is None:
             return
         self._device.memset(ptr.address, byte, size, raw)
-        self._queued(raw, allocation)
+        self._written(raw, allocation)
         self._record("memset_async", ptr=ptr, value=byte, nbytes=size)
 
     def _byte(self, value: object) -> int:

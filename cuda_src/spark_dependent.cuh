@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+// Dependent launches: in a graph a kernel may start while the one before it still runs (PTX ISA, griddepcontrol).
+//
+// A module that kernels.toml marks `dependent` keeps three rules in each of its kernels:
+//   - Every thread calls spark_wait_for_previous, before its first store to global memory and before it ends. So a kernel
+//     that has ended says that all before it have, and what those wrote is there.
+//   - Before that call a thread reads nothing but weights (the parameters that the catalogue calls `early`), which no
+//     kernel of a graph writes.
+//   - Every thread calls spark_let_next_start once or more, as early as the next kernel's blocks are welcome beside this
+//     one's: at the beginning as a rule.
+// A kernel that was launched the ordinary way passes both calls at once. Before Hopper there is neither.
+#pragma once
+
+#ifdef SPARK_EMULATED
+#define spark_let_next_start() ((void)0)
+// A macro, so that a fault is on the kernel's own line.
+#define spark_wait_for_previous() spark_emu_wait_for_previous()
+#else
+
+// The next kernel may start when every block of this one has come here or has ended.
+__device__ __forceinline__ void spark_let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Waits until the kernels before this one have ended and what they wrote can be read.
+__device__ __forceinline__ void spark_wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#endif
