@@ -22,6 +22,8 @@ extern "C" __global__ void __launch_bounds__(256)
     spark_hc_expand_sum(const __nv_bfloat16* __restrict__ own, const __nv_bfloat16* __restrict__ common,
                         float* __restrict__ streams, unsigned int hidden_size, unsigned int hc_mult,
                         unsigned int apart) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t quads = hidden_size / 4u;
     const size_t quad = static_cast<size_t>(blockIdx.x) * HC_BLOCK + threadIdx.x;
     if (quad < quads) {
@@ -95,6 +97,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
                       const __nv_bfloat16* __restrict__ weight, __nv_bfloat16* output, float* __restrict__ post_out,
                       float* __restrict__ comb_out, unsigned int hidden_size, unsigned int hc_mult,
                       unsigned int sinkhorn_iters, float norm_eps, float hc_eps, float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     HC_DISPATCH(pre_norm, streams, shares, hc_scale, hc_base, weight, output, post_out, comb_out, hidden_size,
                 sinkhorn_iters, norm_eps, hc_eps, eps)
 }
@@ -119,6 +123,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
                        const float* __restrict__ head_scale, const float* __restrict__ head_base,
                        const __nv_bfloat16* __restrict__ weight, __nv_bfloat16* y_out, __nv_bfloat16* output,
                        unsigned int hidden_size, unsigned int hc_mult, float norm_eps, float hc_eps, float eps) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     HC_DISPATCH(head_norm, streams, shares, head_scale, head_base, weight, y_out, output, hidden_size, norm_eps, hc_eps,
                 eps)
 }

@@ -205,6 +205,8 @@ extern "C" __global__ void __launch_bounds__(256, 3) spark_mxfp4_experts_gate_up
     const unsigned long long* __restrict__ up_packed_ptrs, const unsigned long long* __restrict__ up_scale_ptrs,
     __nv_bfloat16* __restrict__ up_out, const unsigned int* __restrict__ expert_indices, unsigned int N,
     unsigned int K, unsigned int top_k) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const bool up = blockIdx.z % 2u != 0u;
     const size_t at = static_cast<size_t>(blockIdx.y) * top_k + blockIdx.z / 2u;
     const unsigned expert = expert_indices[at];
@@ -250,6 +252,8 @@ extern "C" __global__ void __launch_bounds__(256, 3) spark_mxfp4_experts_silu_do
     const unsigned long long* __restrict__ packed_ptrs, const unsigned long long* __restrict__ scale_ptrs,
     __nv_bfloat16* __restrict__ C, const unsigned int* __restrict__ expert_indices, unsigned int N, unsigned int K,
     unsigned int top_k, float limit) {
+    spark_let_next_start();
+    spark_wait_for_previous();
     const size_t at = static_cast<size_t>(blockIdx.y) * top_k + blockIdx.z;
     const unsigned expert = expert_indices[at];
     __nv_bfloat16* out = C + at * N;

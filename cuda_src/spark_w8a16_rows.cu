@@ -71,6 +71,9 @@ __device__ __forceinline__ void w8_outputs(const uint4* x, size_t x_step, unsign
                 factor[d] = factors[unit / SIDE];
             }
         }
+        if (base == 0u) {
+            spark_wait_for_previous();
+        }
 #pragma unroll
         for (unsigned d = 0u; d < DEPTH; ++d) {
             const unsigned unit = base + d * SPARK_WARP + lane;
@@ -130,6 +133,7 @@ __device__ __forceinline__ void w8_outputs(const uint4* x, size_t x_step, unsign
 template <unsigned ROWS, unsigned OUTPUTS, unsigned DEPTH>
 __device__ __forceinline__ void w8_warp(const __nv_bfloat16* X, unsigned m, const W8Matrix& first,
                                         const W8Matrix& second, unsigned K, unsigned groups) {
+    spark_let_next_start();
     const unsigned units = K / W8_UNIT;
     const unsigned ahead = (first.n + OUTPUTS - 1u) / OUTPUTS;
     unsigned place = blockIdx.x * W8_WARPS + threadIdx.x / SPARK_WARP;
@@ -137,6 +141,7 @@ __device__ __forceinline__ void w8_warp(const __nv_bfloat16* X, unsigned m, cons
     W8Matrix matrix = other ? second : first;
     place -= other ? ahead : 0u;
     if (place >= (matrix.n + OUTPUTS - 1u) / OUTPUTS) {
+        spark_wait_for_previous();
         return;
     }
     const unsigned output = place * OUTPUTS;

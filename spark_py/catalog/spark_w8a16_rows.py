@@ -28,7 +28,10 @@ def _operand(name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]
         return lambda c: shape(c, i)
 
     access: Literal["r", "w"] = "w" if name == "Y" else "r"
-    return [pointer(f"{name}{i}", dtype, access, shape_of(i), align=align, optional=i > 0) for i in MATRICES]
+    early = name in "WS"
+    return [
+        pointer(f"{name}{i}", dtype, access, shape_of(i), align=align, optional=i > 0, early=early) for i in MATRICES
+    ]
 
 
 def _touched(c: Call, i: int) -> tuple[int, ...]:
