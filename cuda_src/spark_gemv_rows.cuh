@@ -53,6 +53,11 @@ struct GemvMatrices {
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
 struct GemvFormat {
+    // Words of a row of X.
+    __device__ __forceinline__ size_t x_words(unsigned k) const { return k / 8u; }
+    // Sums are of tile `tile` from now on.
+    template <class Matrix>
+    __device__ __forceinline__ void begin(const GemvMatrices<Matrix>&, unsigned, unsigned) {}
     // Copies are of `matrix` and its outputs from `output` on, from now on.
     template <class Matrix>
     __device__ __forceinline__ void enter(const Matrix&, unsigned, unsigned) {}
@@ -112,7 +117,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     const unsigned tiles = tiles_of(all.each[0].n) + tiles_of(all.each[1].n) + tiles_of(all.each[2].n);
     uint4(*ring)[GEMV_TILE * GEMV_UNITS] = rings[warp];
     const unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
-    const uint4* x = reinterpret_cast<const uint4*>(X) + static_cast<size_t>(g < M ? g : 0u) * (K / 8u);
+    const uint4* x = reinterpret_cast<const uint4*>(X) + (g < M ? g : 0u) * format.x_words(K);
 
     // What is copied next: a stripe of a tile. A lane copies chunk lane % 8 of outputs lane / 8, + 4, + 8 and + 12.
     unsigned ahead_tile = blockIdx.x;
@@ -181,6 +186,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     unsigned slot = 0u;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float sum[4] = {};
+        format.begin(all, tile, K);
         for (unsigned stripe = 0u; stripe < stripes; ++stripe) {
             format.read_x(x, (stripe * GEMV_WARPS + warp) * GEMV_UNITS + t, chunks, g < M);
             spark_copies_wait<GEMV_STAGES - 1u>();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Catalogue rows of module `spark_w8a16_rows`: a warp has two or four outputs, a block four warps."""
+"""Catalogue row of module `spark_w8a16_rows`: blocks take tiles of 16 outputs in turn."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..reference import spark_w8a16_rows as reference
-from .spec import Call, Dim3, KernelSpec, ParamSpec, ceil_div, pointer, u32
+from .spec import Call, KernelSpec, ParamSpec, ceil_div, pointer, u32
 
-ROWS, SHORT, STEP, TOGETHER, WARPS = 8, 1024, 8, 4, 4
+ROWS, STEP, TILE = 8, 16, 16
 MATRICES = range(2)
 
 
@@ -28,7 +28,7 @@ def _operand(name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]
         return lambda c: shape(c, i)
 
     access: Literal["r", "w"] = "w" if name == "Y" else "r"
-    early = name in "WS"
+    early = name == "W"
     return [
         pointer(f"{name}{i}", dtype, access, shape_of(i), align=align, optional=i > 0, early=early) for i in MATRICES
     ]
@@ -49,31 +49,20 @@ def rows_of(c: Call, flat: np.ndarray[Any, Any], i: int) -> np.ndarray[Any, Any]
     return np.lib.stride_tricks.as_strided(flat, shape, strides)
 
 
-def _geometry(together: Callable[[Call], int]) -> Callable[[Call], tuple[Dim3, Dim3, int]]:
-    def geometry(c: Call) -> tuple[Dim3, Dim3, int]:
-        units = sum(ceil_div(_outputs(c, i), together(c)) for i in MATRICES)
-        return (ceil_div(units, WARPS), 1, 1), (128, 1, 1), 0
-
-    return geometry
-
-
-def _preconditions(most: int) -> Callable[[Call], None]:
-    def preconditions(c: Call) -> None:
-        if c.K % STEP or c.K == 0:
-            raise ValueError(f"K is {c.K}: a multiple of {STEP} is needed")
-        if not 1 <= c.M <= most:
-            raise ValueError(f"M is {c.M}: 1 to {most} rows are taken")
-        if c.N0 == 0:
-            raise ValueError("N0 is 0: at least one output is needed")
-        for i in MATRICES:
-            if _outputs(c, i) and _stride(c, i) < _outputs(c, i):
-                raise ValueError(f"stride{i} is {_stride(c, i)}: rows of N{i} = {_outputs(c, i)} outputs would overlap")
-        if c.groups == 0 or c.N0 % c.groups:
-            raise ValueError(f"groups is {c.groups}: it must divide N0 = {c.N0}")
-        if c.groups > 1 and (c.N1 or c.N0 // c.groups % TOGETHER):
-            raise ValueError(f"groups is {c.groups}: N1 = 0 and a multiple of {TOGETHER} outputs a group are needed")
-
-    return preconditions
+def _preconditions(c: Call) -> None:
+    if c.K % STEP or c.K == 0:
+        raise ValueError(f"K is {c.K}: a multiple of {STEP} is needed")
+    if not 1 <= c.M <= ROWS:
+        raise ValueError(f"M is {c.M}: 1 to {ROWS} rows are taken")
+    if c.N0 == 0:
+        raise ValueError("N0 is 0: at least one output is needed")
+    for i in MATRICES:
+        if _outputs(c, i) and _stride(c, i) < _outputs(c, i):
+            raise ValueError(f"stride{i} is {_stride(c, i)}: rows of N{i} = {_outputs(c, i)} outputs would overlap")
+    if c.groups == 0 or c.N0 % c.groups:
+        raise ValueError(f"groups is {c.groups}: it must divide N0 = {c.N0}")
+    if c.groups > 1 and (c.N1 or c.N0 // c.groups % TILE):
+        raise ValueError(f"groups is {c.groups}: N1 = 0 and a multiple of {TILE} outputs a group are needed")
 
 
 def _run(c: Call) -> None:
@@ -83,13 +72,13 @@ def _run(c: Call) -> None:
             rows_of(c, getattr(c, f"Y{i}"), i)[...] = reference.spark_w8a16_rows(*operands)
 
 
-def _kernel(function: str, grid_text: str, together: Callable[[Call], int], most: int) -> KernelSpec:
-    return KernelSpec(
+KERNELS: tuple[KernelSpec, ...] = (
+    KernelSpec(
         module="spark_w8a16_rows",
-        function=function,
+        function="spark_w8a16_rows",
         params=(
             pointer("X", "bf16", "r", lambda c: (c.M, c.groups * c.K), align=16),
-            *_operand("W", "u8", lambda c, i: (_outputs(c, i), c.K), align=8),
+            *_operand("W", "u8", lambda c, i: (_outputs(c, i), c.K), align=16),
             *_operand("S", "f32", _factors),
             *_operand("Y", "bf16", _touched),
             u32("M"),
@@ -100,23 +89,13 @@ def _kernel(function: str, grid_text: str, together: Callable[[Call], int], most
             u32("stride1"),
             u32("groups"),
         ),
-        grid_text=grid_text,
-        block_text="(128, 1, 1)",
-        geometry=_geometry(together),
+        grid_text="(any, 1, 1)",
+        block_text="(256, 1, 1)",
+        geometry=lambda c: ((c.grid[0], 1, 1), (256, 1, 1), 0),
         reference=reference.spark_w8a16_rows,
         run=_run,
-        shared_bytes=0,
+        shared_bytes=40960,
         optional=True,
-        preconditions=_preconditions(most),
-    )
-
-
-KERNELS: tuple[KernelSpec, ...] = (
-    _kernel(
-        "spark_w8a16_row",
-        "(ceil((ceil(N0 / u) + ceil(N1 / u)) / 4), 1, 1), u = 4 where K <= 1024, else 2",
-        lambda c: TOGETHER if c.K <= SHORT else 2,
-        1,
+        preconditions=_preconditions,
     ),
-    _kernel("spark_w8a16_rows", "(ceil((ceil(N0 / 4) + ceil(N1 / 4)) / 4), 1, 1)", lambda c: TOGETHER, ROWS),
 )

@@ -10,16 +10,17 @@ from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
 from ._args import count, multiple_of
+from ._gemv_rows import TILE, blocks_for
 from .gemv_fp8w import HasFp8Rows
 
-__all__ = ["MAX_MATRICES", "MAX_ROWS", "STEP", "TOGETHER", "W8Projection", "W8RowsKernels", "spark_w8a16_rows"]
+__all__ = ["MAX_MATRICES", "MAX_ROWS", "STEP", "TILE", "W8Projection", "spark_w8a16_rows"]
 
 MAX_ROWS, MAX_MATRICES = 8, 2
-STEP = 8
-"""What k must be a multiple of."""
-TOGETHER = 4
-"""What the outputs of a group must be a multiple of where there are several groups."""
-_SHORT, _WARPS = 1024, 4
+STEP = 16
+"""What k must be a multiple of; and where there are several groups, the outputs of each."""
+RESIDENT = 396
+"""Blocks that run at the same time on the GPU that this was tuned on, three on each of 132 multiprocessors. Bits do not
+depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,9 @@ class W8Projection:
     stride: int
 
 
-@dataclass(frozen=True, slots=True)
-class W8RowsKernels:
-    """The kernel for a single row and that for several: the same bits."""
-
-    one: KernelHandle
-    rows: KernelHandle
-
-    @classmethod
-    def of(cls, gpu: GpuBackend) -> W8RowsKernels | None:
-        """Those of the kernel set; None where it lacks one."""
-        one, rows = (gpu.try_kernel("spark_w8a16_rows", f"spark_w8a16_{name}") for name in ("row", "rows"))
-        return cls(one, rows) if one and rows else None
-
-
 def spark_w8a16_rows(
     gpu: GpuBackend,
-    kernels: W8RowsKernels,
+    kernel: KernelHandle,
     input: DevicePtr,  # noqa: A002 - the engine's name
     projections: Sequence[W8Projection],
     m: int,
@@ -60,28 +47,27 @@ def spark_w8a16_rows(
     """Each projection's output [m, n] = input [m, k] . weight [n, k] transposed, BF16. A row's bits do not depend on
     the other rows and projections; they are not those of `w8a16_gemv`.
 
-    The weights' `row_scale` is FP32 [ceil(n / 128), ceil(k / 128)]. m is at most 8, projections at most 2, k a multiple
-    of 8; input lies on a 16-byte address, codes on 8-byte ones. groups > 1: the one projection is that many matrices,
-    [n / groups, k] each, n / groups a multiple of 4, and matrix g reads columns g * k on of input [m, groups * k].
+    The weights' `row_scale` is FP32 [ceil(n / 128), ceil(k / 128)]. `kernel` is `spark_w8a16_rows::spark_w8a16_rows`.
+    m is at most 8, projections at most 2, k a multiple of 16; input and codes lie on 16-byte addresses. groups > 1: the
+    one projection is that many matrices, [n / groups, k] each, n / groups a multiple of 16, and matrix g reads columns
+    g * k on of input [m, groups * k].
     """
     if count("m", m) > MAX_ROWS:
         raise InvalidArgumentError("m", m, f"the kernel takes {MAX_ROWS} rows at most")
-    multiple_of("k", k, STEP, "elements are read eight at a time")
+    multiple_of("k", k, STEP, "rows are read 16 bytes at a time")
     if not 1 <= len(projections) <= (MAX_MATRICES if count("groups", groups) == 1 else 1):
         limit = f"1 to {MAX_MATRICES} are taken, and one of several groups"
         raise InvalidArgumentError("projections", len(projections), limit)
     for each in projections:
         if count("stride", each.stride) < count("n", each.n):
             raise InvalidArgumentError("stride", each.stride, f"at least n = {each.n} is needed")
-    if groups > 1 and projections[0].n % (TOGETHER * groups):
-        limit = f"a multiple of {TOGETHER} outputs for each of {groups} groups is needed"
+    if groups > 1 and projections[0].n % (TILE * groups):
+        limit = f"a multiple of {TILE} outputs for each of {groups} groups is needed"
         raise InvalidArgumentError("n", projections[0].n, limit)
-    together = 2 if m == 1 and k > _SHORT else TOGETHER
-    units = sum(div_ceil(each.n, together) for each in projections)
+    tiles = sum(div_ceil(each.n, TILE) for each in projections)
     missing = MAX_MATRICES - len(projections)
     null, zero = [DevicePtr.NULL] * missing, [0] * missing
-    launch = KernelLaunch(gpu, kernels.one if m == 1 else kernels.rows)
-    launch.grid((div_ceil(units, _WARPS), 1, 1)).block((128, 1, 1)).arg_ptr(input)
+    launch = KernelLaunch(gpu, kernel).grid((blocks_for(tiles, RESIDENT), 1, 1)).block((256, 1, 1)).arg_ptr(input)
     for pointers in (
         [each.weight.weight for each in projections],
         [each.weight.row_scale for each in projections],

@@ -18,7 +18,7 @@ def spark_w8a16_rows(x: Bf16Array, codes: U8Array, factors: F32Array, groups: in
     bytes [N, K] and FP32 [ceil(N / 128), ceil(K / 128)] give BF16 [M, N]; output n is of group n // (N / groups).
 
     The FP32 sum within a block is that of `gemv.dot_matrix`, and blocks are added in ascending order; a tensor core's
-    is another, as near. Bytes 0x7F and 0xFF are NaN. K % 8 == 0.
+    is another, as near. Bytes 0x7F and 0xFF are NaN. K % 16 == 0.
     """
     count, size = codes.shape
     result: Bf16Array = np.empty((len(x), count), x.dtype)

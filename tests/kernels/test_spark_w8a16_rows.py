@@ -11,7 +11,7 @@ import pytest
 
 from spark_py import catalog
 from spark_py.ops import spark_w8a16_rows as ops
-from spark_py.ops.spark_w8a16_rows import W8Projection, W8RowsKernels
+from spark_py.ops.spark_w8a16_rows import W8Projection
 from spark_py.runtime.errors import ArgumentPointerError, InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
 from spark_py.testing import Array, Output, assert_same_bits, normal, run_case, upload
@@ -20,7 +20,7 @@ from spark_py.testing.cases.spark_w8a16_rows import drawn
 
 from .support import checks
 
-MODULE = "spark_w8a16_rows"
+NAMES = ("spark_w8a16_rows", "spark_w8a16_rows")
 Matrix = tuple[Array, Array]
 
 
@@ -32,15 +32,7 @@ class Weight:
     row_scale: DevicePtr
 
 
-def kernels(gpu: GpuBackend) -> W8RowsKernels:
-    found = W8RowsKernels.of(gpu)
-    assert found is not None
-    return found
-
-
-def run(
-    gpu: GpuBackend, x: Array, matrices: list[Matrix], groups: int = 1, use: W8RowsKernels | None = None
-) -> list[Array]:
+def run(gpu: GpuBackend, x: Array, matrices: list[Matrix], groups: int = 1) -> list[Array]:
     """The outputs [M, N] of x [M, groups * K] and matrices [N, K]."""
     outputs = [Output(gpu, (len(x), len(codes))) for codes, _ in matrices]
     projections = [
@@ -48,58 +40,38 @@ def run(
         for (codes, factors), output in zip(matrices, outputs, strict=True)
     ]
     ops.spark_w8a16_rows(
-        gpu, use or kernels(gpu), upload(gpu, x), projections, len(x), x.shape[1] // groups, gpu.default_stream(),
+        gpu, gpu.kernel(*NAMES), upload(gpu, x), projections, len(x), x.shape[1] // groups, gpu.default_stream(),
         groups=groups,
     )  # fmt: skip
     return [output.read() for output in outputs]
 
 
-def check_cases(gpu: GpuBackend, rng: np.random.Generator, function: str) -> None:
-    spec = catalog.CATALOG[MODULE, function]
+@checks("::".join(NAMES))
+def check_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    spec = catalog.CATALOG[NAMES]
     for case in cases_of(spec):
         wrong = run_case(gpu, spec, case, rng)
         assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
-
-
-@checks(f"{MODULE}::spark_w8a16_row")
-def check_row(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_cases(gpu, rng, "spark_w8a16_row")
-
-
-@checks(f"{MODULE}::spark_w8a16_rows")
-def check_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_cases(gpu, rng, "spark_w8a16_rows")
-
-
-def test_row(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_row(gpu, rng)
 
 
 def test_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
     check_rows(gpu, rng)
 
 
-@pytest.mark.parametrize("k", [136, 1160])
+@pytest.mark.parametrize("k", [144, 1168])
 def test_a_row_and_a_matrix_do_not_depend_on_the_others(gpu: GpuBackend, rng: np.random.Generator, k: int) -> None:
     x, matrices = normal(rng, 8, k), [drawn(rng, n, k) for n in (9, 134)]
     together = run(gpu, x, matrices)
     for rows in ([0], [5], [7, 2, 3]):
         for matrix, whole in zip(matrices, together, strict=True):
             assert_same_bits(run(gpu, x[rows], [matrix])[0], whole[rows], f"rows {rows}")
-    # Rows of the matrix that another warp has, at another place of its two or four.
+    # Rows of the matrix at another place of a tile.
     (codes, factors), whole = matrices[0], together[0]
     assert_same_bits(run(gpu, x[:1], [(codes[3:], factors)])[0], whole[:1, 3:], "other warps")
 
 
-def test_one_row_has_the_same_bits_by_either_kernel(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    for k in (264, 1160):
-        both, use = kernels(gpu), drawn(rng, 132, k)
-        x = normal(rng, 2, k)
-        assert_same_bits(run(gpu, x[:1], [use], use=both)[0], run(gpu, x, [use], use=both)[0][:1])
-
-
 def test_a_group_is_a_matrix_by_itself(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    k, n, groups = 136, 128, 2
+    k, n, groups = 144, 128, 2
     x, (codes, factors) = normal(rng, 3, groups * k), drawn(rng, groups * n, k)
     for rows in (1, 3):
         whole = run(gpu, x[:rows], [(codes, factors)], groups)[0]
@@ -114,7 +86,7 @@ def test_a_group_is_a_matrix_by_itself(gpu: GpuBackend, rng: np.random.Generator
     [
         ({"m": 0}, "m"),
         ({"m": 9}, "m"),
-        ({"k": 12}, "k"),
+        ({"k": 24}, "k"),
         ({"n": 0}, "n"),
         ({"stride": 3}, "stride"),
         ({"parts": 0}, "projections"),
@@ -128,12 +100,12 @@ def test_impossible_numbers_are_refused(
     gpu: GpuBackend, rng: np.random.Generator, change: dict[str, Any], name: str
 ) -> None:
     ptr = upload(gpu, normal(rng, 64))
-    numbers = {"m": 1, "k": 8, "n": 4, "stride": 4, "parts": 1, "groups": 1} | change
-    one = replace(W8Projection(Weight(ptr, ptr), ptr, 4, 4), n=numbers["n"], stride=numbers["stride"])
+    numbers = {"m": 1, "k": 16, "n": 8, "stride": 8, "parts": 1, "groups": 1} | change
+    one = replace(W8Projection(Weight(ptr, ptr), ptr, 8, 8), n=numbers["n"], stride=numbers["stride"])
     parts, stream = [one] * numbers["parts"], gpu.default_stream()
     with pytest.raises(InvalidArgumentError) as error:
         ops.spark_w8a16_rows(
-            gpu, kernels(gpu), ptr, parts, numbers["m"], numbers["k"], stream, groups=numbers["groups"]
+            gpu, gpu.kernel(*NAMES), ptr, parts, numbers["m"], numbers["k"], stream, groups=numbers["groups"]
         )
     assert error.value.name == name
 
@@ -141,7 +113,7 @@ def test_impossible_numbers_are_refused(
 @pytest.mark.host_only("the catalogue's rules are applied where arguments are bound to a reference")
 def test_operands_off_their_addresses_are_refused(gpu: GpuBackend, rng: np.random.Generator) -> None:
     ptr, stream = upload(gpu, normal(rng, 512)), gpu.default_stream()
-    for x, codes, limit in ((ptr.offset(8), ptr, "16"), (ptr, ptr.offset(4), "8")):
+    for x, codes in ((ptr.offset(8), ptr), (ptr, ptr.offset(8))):
         one = W8Projection(Weight(codes, ptr), ptr, 1, 1)
-        with pytest.raises(ArgumentPointerError, match=limit):
-            ops.spark_w8a16_rows(gpu, kernels(gpu), x, [one], 1, 16, stream)
+        with pytest.raises(ArgumentPointerError, match="16"):
+            ops.spark_w8a16_rows(gpu, gpu.kernel(*NAMES), x, [one], 1, 16, stream)

@@ -54,7 +54,7 @@ def load_v4_mtp_weights(store: WeightStore, config: ModelConfig, gpu: GpuBackend
     """Upload and check the tensors under `mtp.0.`; the store owns them. Nothing is uploaded first and refused then.
 
     Block-scaled E4M3 projections and MXFP4 experts stay so; all else that is no F32 parameter becomes BF16, exactly,
-    wo_a too where o_lora_rank is no multiple of 4. The router is always learned: a table under the module's prefix is
+    wo_a too where o_lora_rank is no multiple of 16. The router is always learned: a table under the module's prefix is
     refused.
 
     MissingWeightError lists every tensor that is not there. UnsupportedError names a DSpark drafter, more modules than

@@ -18,7 +18,7 @@ from ....ops.gemv import dense_gemv
 from ....ops.spark_mxfp4_gemv import mxfp4_gemv, mxfp4_gemv_batchm
 from ....ops.spark_v4_grouped_gemv import spark_v4_grouped_gemv
 from ....ops.spark_w8a16_rows import MAX_ROWS as W8_ROWS
-from ....ops.spark_w8a16_rows import TOGETHER, W8Projection, W8RowsKernels, spark_w8a16_rows
+from ....ops.spark_w8a16_rows import TILE, W8Projection, spark_w8a16_rows
 from ....ops.w8a16_gemv import w8a16_gemv, w8a16_gemv_batchm
 from ....runtime.errors import InvalidArgumentError
 from ....runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
@@ -32,6 +32,7 @@ V4Weight: TypeAlias = DenseWeight | Fp8Weight | Mxfp4Weight
 
 _BF16 = 2  # bytes
 _QUANTISED_ROWS = 8  # of a launch
+_W8 = "spark_w8a16_rows", "spark_w8a16_rows"
 
 
 def _fp8(gpu: GpuBackend, kernel: KernelHandle, x: DevicePtr, weight: Fp8Weight, y: DevicePtr, *rest: Any) -> None:
@@ -84,12 +85,12 @@ class V4Projection:
             limit = f"a multiple of {self._format.step} is needed by a {type(weight).__name__}"
             raise InvalidArgumentError(f"columns of {name}", k, limit)
         self._one_k, self._rows_k = gpu.kernel(*self._format.one_k), gpu.try_kernel(*self._format.rows_k)
-        self._w8 = W8RowsKernels.of(gpu) if isinstance(weight, Fp8Weight) else None
+        self._w8_k = gpu.try_kernel(*_W8) if isinstance(weight, Fp8Weight) else KernelHandle(0)
 
     def run(self, x: DevicePtr, y: DevicePtr, rows: int, stream: StreamLike) -> None:
         """y BF16 [rows, n] of x BF16 [rows, k]; each row has the bits that it has alone. x and y lie apart."""
-        if self._w8 is not None:
-            self._run_w8(self._w8, x, (self,), (y,), rows, stream)
+        if self._w8_k:
+            self._run_w8(x, (self,), (y,), rows, stream)
             return
         fmt, n, k = self._format, self.n, self.k
         step = fmt.most if self._rows_k and count("rows", rows) > 1 else 1
@@ -105,15 +106,14 @@ class V4Projection:
         self, other: V4Projection, x: DevicePtr, y: DevicePtr, other_y: DevicePtr, rows: int, stream: StreamLike
     ) -> None:
         """`run`, and that of `other`, of as many columns, on the same x: in one launch where both are E4M3."""
-        if self._w8 is not None and other._w8 is not None:
-            self._run_w8(self._w8, x, (self, other), (y, other_y), rows, stream)
+        if self._w8_k and other._w8_k:
+            self._run_w8(x, (self, other), (y, other_y), rows, stream)
             return
         self.run(x, y, rows, stream)
         other.run(x, other_y, rows, stream)
 
     def _run_w8(
         self,
-        kernels: W8RowsKernels,
         x: DevicePtr,
         projections: tuple[V4Projection, ...],
         outputs: tuple[DevicePtr, ...],
@@ -126,7 +126,7 @@ class V4Projection:
                 W8Projection(each._fp8(), y.offset(first * each.n * _BF16), each.n, each.n)
                 for each, y in zip(projections, outputs, strict=True)
             ]
-            spark_w8a16_rows(self._gpu, kernels, source, parts, m, self.k, stream)
+            spark_w8a16_rows(self._gpu, self._w8_k, source, parts, m, self.k, stream)
 
     def _fp8(self) -> Fp8Weight:
         assert isinstance(self.weight, Fp8Weight)
@@ -135,7 +135,7 @@ class V4Projection:
 
 class V4GroupedProjection:
     """The product with a block-diagonal weight: `groups` matrices [n, k] below each other, BF16 or E4M3; it owns
-    nothing. Errors as V4Projection; in E4M3 n is a multiple of 4, and the set has `spark_w8a16_rows`."""
+    nothing. Errors as V4Projection; in E4M3 n is a multiple of 16, and the set has `spark_w8a16_rows`."""
 
     def __init__(
         self, weight: DenseWeight | Fp8Weight, groups: int, n: int, k: int, gpu: GpuBackend, name: str
@@ -145,13 +145,12 @@ class V4GroupedProjection:
         if isinstance(weight, DenseWeight):
             self._grouped_k = gpu.kernel("spark_v4_grouped_gemv", "spark_v4_grouped_gemv")
             return
-        if n % TOGETHER:
-            raise InvalidArgumentError(f"rows of a group of {name}", n, f"a multiple of {TOGETHER} is needed by E4M3")
+        if n % TILE:
+            raise InvalidArgumentError(f"rows of a group of {name}", n, f"a multiple of {TILE} is needed by E4M3")
         if k % _FORMATS[Fp8Weight].step:
             limit = f"a multiple of {_FORMATS[Fp8Weight].step} is needed by an Fp8Weight"
             raise InvalidArgumentError(f"columns of {name}", k, limit)
-        one, rows = (gpu.kernel("spark_w8a16_rows", f"spark_w8a16_{each}") for each in ("row", "rows"))
-        self._w8 = W8RowsKernels(one, rows)
+        self._grouped_k = gpu.kernel(*_W8)
 
     def run(self, x: DevicePtr, y: DevicePtr, rows: int, stream: StreamLike) -> None:
         """y BF16 [rows, groups, n] of x BF16 [rows, groups, k]; each row has the bits that it has alone."""
@@ -163,4 +162,4 @@ class V4GroupedProjection:
             m, outputs = min(W8_ROWS, rows - first), groups * n
             source, target = x.offset(first * groups * k * _BF16), y.offset(first * outputs * _BF16)
             part = W8Projection(weight, target, outputs, outputs)
-            spark_w8a16_rows(self._gpu, self._w8, source, [part], m, k, stream, groups=groups)
+            spark_w8a16_rows(self._gpu, self._grouped_k, source, [part], m, k, stream, groups=groups)
