@@ -8,7 +8,6 @@
 extern "C" __global__ void rms_norm(const __nv_bfloat16* input, const __nv_bfloat16* weight, __nv_bfloat16* output,
                                     unsigned int hidden_size, float eps) {
     spark_let_next_start();
-    spark_wait_for_previous();
     spark_rms_norm<true>(input, weight, output, nullptr, hidden_size, eps);
 }
 
@@ -17,7 +16,6 @@ extern "C" __global__ void rms_norm_residual(const __nv_bfloat16* input, const _
                                              __nv_bfloat16* output, __nv_bfloat16* residual, unsigned int hidden_size,
                                              float eps) {
     spark_let_next_start();
-    spark_wait_for_previous();
     spark_rms_norm<true>(input, weight, output, residual, hidden_size, eps);
 }
 
@@ -26,6 +24,5 @@ extern "C" __global__ void residual_add_rms_norm(__nv_bfloat16* hidden, const __
                                                  const __nv_bfloat16* weight, __nv_bfloat16* output,
                                                  __nv_bfloat16* residual, unsigned int hidden_size, float eps) {
     spark_let_next_start();
-    spark_wait_for_previous();
     spark_residual_add_rms_norm<true>(hidden, src, weight, output, residual, hidden_size, eps);
 }

@@ -7,6 +7,5 @@
 extern "C" __global__ void rms_norm_vanilla(const __nv_bfloat16* input, const __nv_bfloat16* weight,
                                             __nv_bfloat16* output, unsigned int hidden_size, float eps) {
     spark_let_next_start();
-    spark_wait_for_previous();
     spark_rms_norm<false>(input, weight, output, nullptr, hidden_size, eps);
 }

@@ -7,32 +7,13 @@
 
 #include "rms_norm.cuh"
 
-constexpr unsigned NORM_TURNS = 4u;  // pairs of a thread
-
-// The part of a row that this thread has: pairs threadIdx.x, + blockDim.x, ...
-struct Pairs {
-    unsigned word[NORM_TURNS];
-};
-
-__device__ __forceinline__ Pairs load_pairs(const __nv_bfloat16* row, unsigned count) {
-    Pairs pairs = {};
-#pragma unroll
-    for (unsigned turn = 0u; turn < NORM_TURNS; ++turn) {
-        const unsigned pair = turn * blockDim.x + threadIdx.x;
-        if (pair < count) {
-            pairs.word[turn] = reinterpret_cast<const unsigned*>(row)[pair];
-        }
-    }
-    return pairs;
-}
-
 // to = (x * r) * weight or (x * r) * (1 + weight); every thread of the block calls. A sum has one term a pair, as in
 // rms_norm: pairs that do not exist add nothing.
-__device__ __forceinline__ void norm_pairs(const Pairs& x, const Pairs& weight, __nv_bfloat16* to, unsigned count,
+__device__ __forceinline__ void norm_pairs(const RmsPairs& x, const RmsPairs& weight, __nv_bfloat16* to, unsigned count,
                                            bool one_plus, float eps) {
     float squares = 0.0f;
 #pragma unroll
-    for (unsigned turn = 0u; turn < NORM_TURNS; ++turn) {
+    for (unsigned turn = 0u; turn < RMS_KEPT; ++turn) {
         if (turn * blockDim.x + threadIdx.x < count) {
             const float x0 = spark_low(x.word[turn]);
             const float x1 = spark_high(x.word[turn]);
@@ -41,7 +22,7 @@ __device__ __forceinline__ void norm_pairs(const Pairs& x, const Pairs& weight, 
     }
     const float r = spark_inverse_rms(spark_block_sum(squares), 2u * count, eps);
 #pragma unroll
-    for (unsigned turn = 0u; turn < NORM_TURNS; ++turn) {
+    for (unsigned turn = 0u; turn < RMS_KEPT; ++turn) {
         const unsigned pair = turn * blockDim.x + threadIdx.x;
         if (pair < count) {
             reinterpret_cast<unsigned*>(to)[pair] = one_plus
@@ -58,12 +39,12 @@ extern "C" __global__ void __launch_bounds__(1024)
                       const __nv_bfloat16* second_weight, __nv_bfloat16* out, unsigned int hidden_size,
                       unsigned int one_plus, float eps) {
     spark_let_next_start();
-    spark_wait_for_previous();
     const size_t row = blockIdx.y;
     const unsigned count = hidden_size / 2u;
     const __nv_bfloat16* x = (blockIdx.x == 0u ? first : second) + row * hidden_size;
-    const Pairs pairs = load_pairs(x, count);
-    const Pairs weight = load_pairs(blockIdx.x == 0u ? first_weight : second_weight, count);
+    const RmsPairs weight = spark_load_pairs<true>(blockIdx.x == 0u ? first_weight : second_weight, count, hidden_size);
+    spark_wait_for_previous();
+    const RmsPairs pairs = spark_load_pairs<true>(x, count, hidden_size);
     norm_pairs(pairs, weight, out + (2u * row + blockIdx.x) * hidden_size, count, one_plus != 0u, eps);
 }
 
@@ -72,14 +53,14 @@ extern "C" __global__ void __launch_bounds__(1024)
     spark_add_then_norm(__nv_bfloat16* hidden, const __nv_bfloat16* src, const __nv_bfloat16* weight,
                         __nv_bfloat16* output, unsigned int hidden_size, unsigned int one_plus, float eps) {
     spark_let_next_start();
-    spark_wait_for_previous();
     const size_t start = static_cast<size_t>(blockIdx.x) * hidden_size;
     const unsigned count = hidden_size / 2u;
-    Pairs pairs = load_pairs(hidden + start, count);
-    const Pairs added = load_pairs(src + start, count);
-    const Pairs scale = load_pairs(weight, count);
+    const RmsPairs scale = spark_load_pairs<true>(weight, count, hidden_size);
+    spark_wait_for_previous();
+    RmsPairs pairs = spark_load_pairs<true>(hidden + start, count, hidden_size);
+    const RmsPairs added = spark_load_pairs<true>(src + start, count, hidden_size);
 #pragma unroll
-    for (unsigned turn = 0u; turn < NORM_TURNS; ++turn) {
+    for (unsigned turn = 0u; turn < RMS_KEPT; ++turn) {
         const unsigned pair = turn * blockDim.x + threadIdx.x;
         if (pair < count) {
             pairs.word[turn] = spark_pack(spark_low(pairs.word[turn]) + spark_low(added.word[turn]),

@@ -12,6 +12,5 @@ extern "C" __global__ void spark_residual_add_rms_norm_vanilla(__nv_bfloat16* hi
                                                                __nv_bfloat16* residual, unsigned int hidden_size,
                                                                float eps) {
     spark_let_next_start();
-    spark_wait_for_previous();
     spark_residual_add_rms_norm<false>(hidden, src, weight, output, residual, hidden_size, eps);
 }

@@ -36,7 +36,7 @@ def norm_params(input_type: str) -> tuple[ParamSpec, ...]:
     """Parameters of a norm of rows of `input_type` into rows in BF16."""
     return (
         pointer("input", input_type, "r", rows),
-        pointer("weight", "bf16", "r", row),
+        pointer("weight", "bf16", "r", row, early=True),
         pointer("output", "bf16", "w", rows),
         u32("hidden_size"),
         f32("eps"),
@@ -78,7 +78,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         function="rms_norm_residual",
         params=(
             pointer("input", "bf16", "r", rows),
-            pointer("weight", "bf16", "r", row),
+            pointer("weight", "bf16", "r", row, early=True),
             pointer("output", "bf16", "w", rows),
             pointer("residual", "bf16", "w", rows),
             u32("hidden_size"),
@@ -98,7 +98,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         params=(
             pointer("hidden", "bf16", "rw", rows),
             pointer("src", "bf16", "r", rows),
-            pointer("weight", "bf16", "r", row),
+            pointer("weight", "bf16", "r", row, early=True),
             pointer("output", "bf16", "w", rows),
             pointer("residual", "bf16", "w", rows),
             u32("hidden_size"),

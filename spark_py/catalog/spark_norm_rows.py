@@ -46,8 +46,8 @@ KERNELS: tuple[KernelSpec, ...] = (
         params=(
             pointer("first", "bf16", "r", _inputs, align=_PAIR),
             pointer("second", "bf16", "r", _inputs, align=_PAIR),
-            pointer("first_weight", "bf16", "r", _row, align=_PAIR),
-            pointer("second_weight", "bf16", "r", _row, align=_PAIR),
+            pointer("first_weight", "bf16", "r", _row, align=_PAIR, early=True),
+            pointer("second_weight", "bf16", "r", _row, align=_PAIR, early=True),
             pointer("out", "bf16", "w", lambda c: (c.grid[1], 2 * c.hidden_size), align=_PAIR),
             u32("hidden_size"),
             u32("one_plus"),
@@ -68,7 +68,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         params=(
             pointer("hidden", "bf16", "rw", _rows, align=_PAIR),
             pointer("src", "bf16", "r", _rows, align=_PAIR),
-            pointer("weight", "bf16", "r", _row, align=_PAIR),
+            pointer("weight", "bf16", "r", _row, align=_PAIR, early=True),
             pointer("output", "bf16", "w", _rows, align=_PAIR),
             u32("hidden_size"),
             u32("one_plus"),

@@ -22,7 +22,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         params=(
             pointer("hidden", "bf16", "rw", rows),
             pointer("src", "bf16", "r", rows),
-            pointer("weight", "bf16", "r", row),
+            pointer("weight", "bf16", "r", row, early=True),
             pointer("output", "bf16", "w", rows),
             pointer("residual", "bf16", "w", rows),
             u32("hidden_size"),

@@ -7,7 +7,7 @@ from .mutants import Mutant, Patch
 
 _CU, _PY = "spark_norm_rows.cu", "spark_norm_rows.py"
 _CONCAT, _ADD = "spark_norm_rows::spark_norm_concat", "spark_norm_rows::spark_add_then_norm"
-_WEIGHT_CU = "load_pairs(blockIdx.x == 0u ? first_weight : second_weight, count);"
+_WEIGHT_CU = "(blockIdx.x == 0u ? first_weight : second_weight, count, hidden_size);"
 _NORM_PY = "return rms_norm(x, weight, eps) if one_plus else rms_norm_vanilla(x, weight, eps)"
 _ADDED_PY = "return added, _norm(added, weight, eps, one_plus)"
 
@@ -15,7 +15,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _CONCAT,
         "both sides with the first weight",
-        cu=Patch(_CU, _WEIGHT_CU, "load_pairs(first_weight, count);"),
+        cu=Patch(_CU, _WEIGHT_CU, "(first_weight, count, hidden_size);"),
         py=Patch(
             _PY, "zip((first, second), weights, strict=True)", "zip((first, second), weights[:1] * 2, strict=True)"
         ),

@@ -198,6 +198,7 @@ class Recorder:
             return launch
 
         monkeypatch.setattr(device, "plan_dependent", plan_dependent)
+        monkeypatch.setattr(gpu, "_plans", {})  # those made before know the device's own
 
     def take(self) -> list[str]:
         names, self.names = self.names, []
