@@ -3,8 +3,8 @@
 // on tensor cores. This project's own kernels, with parameters of its _rows forms.
 //
 // A weight is code * 2^(scale - 127), a BF16 number below 2^128 in size; what lies beyond is infinite, and a scale of 0xff
-// NaN. Weights go through tensor-core steps with FP32 sums by the way of spark_diagonal.cuh. A warp has OUTPUTS outputs at
-// a time. Lane l takes the chunks of 32 values l, l + 32, ... in ascending order, and of a chunk the words of eight codes:
+// NaN. Weights go through tensor-core steps with FP32 sums by the way of spark_diagonal.cuh. A warp has two outputs at a
+// time. Lane l takes the chunks of 32 values l, l + 32, ... in ascending order, and of a chunk the words of eight codes:
 // two steps each, on the codes (0, 4) and (1, 5), then (2, 6) and (3, 7), which lie where one shift brings both to the
 // halves of a word. The eight sums of an output are added as the tree 16, 8, 4, 2, 1 of a warp and rounded once.
 //
@@ -60,16 +60,29 @@ __device__ __forceinline__ unsigned second_factor(unsigned scale) {
     return scale == 0xffu ? 0x7fff7fffu : scale == 0u ? 0x00400040u : scale * 0x00800080u;
 }
 
-// A chunk of OUTPUTS outputs times PLANES numbers that make up each element. WIDE: some scale is above ONE_FACTOR.
+// Where this lane's words of a plane are, of its first chunk; those of the next one are a round further on.
+constexpr unsigned EXPERTS_ROUND = EXPERTS_WORDS * SPARK_WARP;
+
+__device__ __forceinline__ void lane_places(unsigned (&places)[EXPERTS_WORDS]) {
+#pragma unroll
+    for (unsigned word = 0u; word < EXPERTS_WORDS; ++word) {
+        places[word] = plane_place(threadIdx.x % SPARK_WARP, word);
+    }
+}
+
+// A chunk of OUTPUTS outputs times PLANES numbers that make up each element, `from` words into each plane. WIDE: some
+// scale is above ONE_FACTOR.
 template <unsigned PLANES, unsigned OUTPUTS, bool WIDE>
 __device__ __forceinline__ void experts_chunk(float (&sums)[OUTPUTS / 2u][4], const uint4 (&codes)[OUTPUTS],
-                                              const unsigned (&scales)[OUTPUTS], unsigned chunk, unsigned plane) {
+                                              const unsigned (&scales)[OUTPUTS],
+                                              const unsigned (&places)[EXPERTS_WORDS], unsigned from,
+                                              unsigned plane) {
 #pragma unroll
     for (unsigned word = 0u; word < EXPERTS_WORDS; ++word) {
         uint4 x[PLANES];
 #pragma unroll
         for (unsigned p = 0u; p < PLANES; ++p) {
-            x[p] = spark_planes[p * plane + plane_place(chunk, word)];
+            x[p] = spark_planes[p * plane + from + places[word]];
         }
 #pragma unroll
         for (unsigned two = 0u; two < OUTPUTS / 2u; ++two) {
@@ -96,12 +109,96 @@ __device__ __forceinline__ void experts_chunk(float (&sums)[OUTPUTS / 2u][4], co
     }
 }
 
-// out[n] = bf16(planes . weights[n]) for the outputs of this block, OUTPUTS of a warp at a time. DEPTH chunks of each are
-// on their way while others are multiplied, across turns of the warp.
-template <unsigned PLANES, unsigned OUTPUTS, unsigned DEPTH>
-__device__ __forceinline__ void experts_outputs(const uint4* codes, const unsigned char* scales, __nv_bfloat16* out,
-                                                unsigned n, unsigned k) {
-    constexpr unsigned TURNS = EXPERTS_OUTPUTS / (EXPERTS_WARPS * OUTPUTS);
+constexpr unsigned EXPERTS_TOGETHER = 2u;  // outputs of a warp at a time
+constexpr unsigned EXPERTS_TURNS = EXPERTS_OUTPUTS / (EXPERTS_WARPS * EXPERTS_TOGETHER);
+
+template <unsigned PLANES>
+__device__ __forceinline__ void experts_add(float (&sums)[1][4], const uint4 (&codes)[EXPERTS_TOGETHER],
+                                            const unsigned (&scales)[EXPERTS_TOGETHER],
+                                            const unsigned (&places)[EXPERTS_WORDS], unsigned from, unsigned plane) {
+    const unsigned most = scales[0] > scales[1] ? scales[0] : scales[1];
+    if (__any_sync(SPARK_FULL_MASK, most > ONE_FACTOR)) {
+        experts_chunk<PLANES, EXPERTS_TOGETHER, true>(sums, codes, scales, places, from, plane);
+    } else {
+        experts_chunk<PLANES, EXPERTS_TOGETHER, false>(sums, codes, scales, places, from, plane);
+    }
+}
+
+// The sums of two outputs, of which `left` exist, go to `out` and become zero.
+__device__ __forceinline__ void experts_store(float (&sums)[1][4], __nv_bfloat16* out, unsigned left) {
+#pragma unroll
+    for (unsigned o = 0u; o < EXPERTS_TOGETHER; ++o) {
+        const float sum = spark_diagonal_sum(sums[0], o);
+        if (threadIdx.x % SPARK_WARP == 0u && o < left) {
+            spark_store(out + o, sum);
+        }
+    }
+#pragma unroll
+    for (unsigned i = 0u; i < 4u; ++i) {
+        sums[0][i] = 0.0f;
+    }
+}
+
+// out[n] = bf16(planes . weights[n]) for the outputs of this block, where all 64 are there and k is STEPS rounds of a warp:
+// places are known when the kernel is compiled. AHEAD turns of a warp are on their way while others are multiplied; the
+// first ones before `stage` has made the planes.
+template <unsigned PLANES, unsigned STEPS, unsigned AHEAD, class Stage>
+__device__ __forceinline__ void experts_whole(const uint4* codes, const unsigned char* scales, __nv_bfloat16* out,
+                                              const Stage& stage) {
+    constexpr unsigned OUTPUTS = EXPERTS_TOGETHER;
+    constexpr unsigned CHUNKS = STEPS * SPARK_WARP;
+    constexpr unsigned PLANE = EXPERTS_WORDS * CHUNKS;
+    static_assert(EXPERTS_TURNS % AHEAD == 0u, "a warp's turns come AHEAD at a time");
+    const size_t first = blockIdx.x * EXPERTS_OUTPUTS + threadIdx.x / SPARK_WARP * (EXPERTS_TURNS * OUTPUTS);
+    codes += first * CHUNKS + threadIdx.x % SPARK_WARP;
+    scales += first * CHUNKS + threadIdx.x % SPARK_WARP;
+    out += first;
+    uint4 ring[AHEAD][STEPS][OUTPUTS];
+    unsigned scale_ring[AHEAD][STEPS][OUTPUTS];
+    const auto load = [&](unsigned turn, unsigned step) {
+#pragma unroll
+        for (unsigned o = 0u; o < OUTPUTS; ++o) {
+            // An address that came out of memory: the compiler cannot see by itself that it is a global one.
+            const unsigned at = (turn * OUTPUTS + o) * CHUNKS + step * SPARK_WARP;
+            ring[turn][step][o] = __ldg(codes + at);
+            scale_ring[turn][step][o] = __ldg(scales + at);
+        }
+    };
+#pragma unroll
+    for (unsigned a = 0u; a < AHEAD; ++a) {
+#pragma unroll
+        for (unsigned step = 0u; step < STEPS; ++step) {
+            load(a, step);
+        }
+    }
+    stage();
+    unsigned places[EXPERTS_WORDS];
+    lane_places(places);
+    float sums[1][4] = {};
+#pragma unroll 1
+    for (unsigned turn = 0u; turn < EXPERTS_TURNS; turn += AHEAD) {
+        codes += AHEAD * OUTPUTS * CHUNKS;
+        scales += AHEAD * OUTPUTS * CHUNKS;
+#pragma unroll
+        for (unsigned a = 0u; a < AHEAD; ++a) {
+#pragma unroll
+            for (unsigned step = 0u; step < STEPS; ++step) {
+                experts_add<PLANES>(sums, ring[a][step], scale_ring[a][step], places, step * EXPERTS_ROUND, PLANE);
+                if (turn + AHEAD < EXPERTS_TURNS) {
+                    load(a, step);
+                }
+            }
+            experts_store(sums, out + (turn + a) * OUTPUTS, OUTPUTS);
+        }
+    }
+}
+
+// The same for every n and k, DEPTH chunks of an output on their way, from planes that have been made.
+template <unsigned PLANES, unsigned DEPTH>
+__device__ __forceinline__ void experts_any(const uint4* codes, const unsigned char* scales, __nv_bfloat16* out,
+                                            unsigned n, unsigned k) {
+    constexpr unsigned OUTPUTS = EXPERTS_TOGETHER;
+    constexpr unsigned TURNS = EXPERTS_TURNS;
     const unsigned lane = threadIdx.x % SPARK_WARP;
     const unsigned chunks = k / EXPERTS_CHUNK;
     const unsigned steps = (chunks + SPARK_WARP - 1u) / SPARK_WARP;
@@ -144,7 +241,9 @@ __device__ __forceinline__ void experts_outputs(const uint4* codes, const unsign
     for (unsigned d = 0u; d < DEPTH; ++d) {
         load(ring[d], scale_ring[d]);
     }
-    float sums[OUTPUTS / 2u][4] = {};
+    unsigned places[EXPERTS_WORDS];
+    lane_places(places);
+    float sums[1][4] = {};
     unsigned turn = 0u;
     unsigned step = 0u;
     for (unsigned base = 0u; base < total; base += DEPTH) {
@@ -153,34 +252,11 @@ __device__ __forceinline__ void experts_outputs(const uint4* codes, const unsign
             if (base + d >= total) {
                 break;
             }
-            unsigned most = 0u;
-#pragma unroll
-            for (unsigned o = 0u; o < OUTPUTS; ++o) {
-                most = scale_ring[d][o] > most ? scale_ring[d][o] : most;
-            }
-            const unsigned chunk = step * SPARK_WARP + lane;
-            if (__any_sync(SPARK_FULL_MASK, most > ONE_FACTOR)) {
-                experts_chunk<PLANES, OUTPUTS, true>(sums, ring[d], scale_ring[d], chunk, plane);
-            } else {
-                experts_chunk<PLANES, OUTPUTS, false>(sums, ring[d], scale_ring[d], chunk, plane);
-            }
+            experts_add<PLANES>(sums, ring[d], scale_ring[d], places, step * EXPERTS_ROUND, plane);
             load(ring[d], scale_ring[d]);
             step += 1u;
             if (step == steps) {
-#pragma unroll
-                for (unsigned o = 0u; o < OUTPUTS; ++o) {
-                    const float sum = spark_diagonal_sum(sums[o / 2u], o % 2u);
-                    if (lane == 0u && turn * OUTPUTS + o < own) {
-                        spark_store(out + turn * OUTPUTS + o, sum);
-                    }
-                }
-#pragma unroll
-                for (unsigned two = 0u; two < OUTPUTS / 2u; ++two) {
-#pragma unroll
-                    for (unsigned i = 0u; i < 4u; ++i) {
-                        sums[two][i] = 0.0f;
-                    }
-                }
+experts_store(sums, out + turn * OUTPUTS, own - turn * OUTPUTS);
                 step = 0u;
                 turn += 1u;
             }
@@ -217,17 +293,24 @@ extern "C" __global__ void __launch_bounds__(256, 3) spark_mxfp4_experts_gate_up
         return;
     }
     const uint4* x = reinterpret_cast<const uint4*>(A) + static_cast<size_t>(blockIdx.y) * (K / 8u);
-    for (unsigned word = threadIdx.x; word < EXPERTS_WORDS * plane_chunks(K); word += EXPERTS_BLOCK) {
-        uint4 values = {0u, 0u, 0u, 0u};
-        if (word < K / 8u) {
-            values = paired(x[word]);
+    const auto stage = [&]() {
+        for (unsigned word = threadIdx.x; word < EXPERTS_WORDS * plane_chunks(K); word += EXPERTS_BLOCK) {
+            uint4 values = {0u, 0u, 0u, 0u};
+            if (word < K / 8u) {
+                values = paired(x[word]);
+            }
+            spark_planes[plane_place(word / EXPERTS_WORDS, word % EXPERTS_WORDS)] = values;
         }
-        spark_planes[plane_place(word / EXPERTS_WORDS, word % EXPERTS_WORDS)] = values;
+        __syncthreads();
+    };
+    const uint4* weights = reinterpret_cast<const uint4*>(codes);
+    const unsigned char* scales = reinterpret_cast<const unsigned char*>((up ? up_scale_ptrs : gate_scale_ptrs)[expert]);
+    if (K == 4096u && N % EXPERTS_OUTPUTS == 0u) {
+        experts_whole<1u, 4u, 1u>(weights, scales, out, stage);
+    } else {
+        stage();
+        experts_any<1u, 2u>(weights, scales, out, N, K);
     }
-    __syncthreads();
-    const spark_address scales = (up ? up_scale_ptrs : gate_scale_ptrs)[expert];
-    experts_outputs<1u, 2u, 4u>(reinterpret_cast<const uint4*>(codes), reinterpret_cast<const unsigned char*>(scales),
-                                out, N, K);
 }
 
 // Of eight activations, `plane` 0, 1 or 2 of the three BF16 numbers that make up each; `values` becomes what is left. An
@@ -264,19 +347,27 @@ extern "C" __global__ void __launch_bounds__(256, 3) spark_mxfp4_experts_silu_do
     }
     const uint4* gate = reinterpret_cast<const uint4*>(gate_out) + at * (K / 8u);
     const uint4* up = reinterpret_cast<const uint4*>(up_out) + at * (K / 8u);
-    const unsigned plane = EXPERTS_WORDS * plane_chunks(K);
-    for (unsigned word = threadIdx.x; word < plane; word += EXPERTS_BLOCK) {
-        float values[8] = {};
-        if (word < K / 8u) {
-            spark_gated(gate[word], up[word], values, SparkLimit{limit});
-        }
-        const unsigned place = plane_place(word / EXPERTS_WORDS, word % EXPERTS_WORDS);
+    const auto stage = [&]() {
+        const unsigned plane = EXPERTS_WORDS * plane_chunks(K);
+        for (unsigned word = threadIdx.x; word < plane; word += EXPERTS_BLOCK) {
+            float values[8] = {};
+            if (word < K / 8u) {
+                spark_gated(gate[word], up[word], values, SparkLimit{limit});
+            }
+            const unsigned place = plane_place(word / EXPERTS_WORDS, word % EXPERTS_WORDS);
 #pragma unroll
-        for (unsigned p = 0u; p < 3u; ++p) {
-            spark_planes[p * plane + place] = next_plane(values);
+            for (unsigned p = 0u; p < 3u; ++p) {
+                spark_planes[p * plane + place] = next_plane(values);
+            }
         }
+        __syncthreads();
+    };
+    const uint4* weights = reinterpret_cast<const uint4*>(codes);
+    const unsigned char* scales = reinterpret_cast<const unsigned char*>(scale_ptrs[expert]);
+    if (K == 2048u && N % EXPERTS_OUTPUTS == 0u) {
+        experts_whole<3u, 2u, 1u>(weights, scales, out, stage);
+    } else {
+        stage();
+        experts_any<3u, 2u>(weights, scales, out, N, K);
     }
-    __syncthreads();
-    experts_outputs<3u, 2u, 4u>(reinterpret_cast<const uint4*>(codes),
-                                reinterpret_cast<const unsigned char*>(scale_ptrs[expert]), out, N, K);
 }

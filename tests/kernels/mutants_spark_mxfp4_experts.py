@@ -19,6 +19,16 @@ MUTANTS: tuple[Mutant, ...] = (
         cu=Patch(_CU, "__any_sync(SPARK_FULL_MASK, most > ONE_FACTOR)", "__any_sync(SPARK_FULL_MASK, most > 256u)"),
     ),
     Mutant(
+        f"{_UP}@whole",
+        "the next turn's weights one round late",
+        cu=Patch(_CU, "codes += AHEAD * OUTPUTS * CHUNKS;", "codes += turn == 0u ? 0u : AHEAD * OUTPUTS * CHUNKS;"),
+    ),
+    Mutant(
+        f"{_DOWN}@whole",
+        "scales of the first turn",
+        cu=Patch(_CU, "scales += AHEAD * OUTPUTS * CHUNKS;", "scales += 0u * turn;"),
+    ),
+    Mutant(
         f"{_UP}@scales",
         "scale 0 is 2^-128",
         cu=Patch(

@@ -15,7 +15,7 @@ from spark_py.runtime.errors import ArgumentPointerError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.testing import BF16, U32, Array, Output, assert_same_bits, f64, normal, run_case, upload
 from spark_py.testing.cases import cases_of
-from spark_py.testing.cases.moe_shared_expert_fused import Shape, ids, lost_gated
+from spark_py.testing.cases.moe_shared_expert_fused import Shape, ids, lost, lost_gated
 from spark_py.testing.cases.spark_moe_expert_silu_down_clamped import LIMIT
 from spark_py.testing.cases.spark_moe_silu_mul_clamped import exact
 
@@ -150,6 +150,36 @@ def test_every_number_of_outputs_is_covered(gpu: GpuBackend, rng: np.random.Gene
     for n in (1, 2, 3, 7, 8, 9, 63, 64, 65):
         got = run_down(gpu, gate, up, chosen, [(packed[:n], scales[:n])], n)
         assert_same_bits(got, np.ascontiguousarray(whole[..., :n]), f"N={n}")
+
+
+@checks(f"{MODULE}::{GATE_UP}@whole")
+def check_whole_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    """DeepSeek-V4's width has code of its own, with the bits of that for any."""
+    shape, chosen = Shape(2, 1, 128, 4096), np.array([[1]], U32)
+    gate, up = draw(rng, shape), draw(rng, shape)
+    gate[1][1][5, 100] = 140  # a scale that takes two factors
+    x = normal(rng, 1, shape.k)
+    whole = run_gate_up(gpu, x, chosen, gate, up, shape.n)
+    for part, experts in zip(whole, (gate, up), strict=True):
+        close(part[0, 0], f64(x[0]), experts[1], lost(shape.k), str(shape))
+    fewer = [[(codes[:127], scales[:127]) for codes, scales in experts] for experts in (gate, up)]
+    for part, other in zip(whole, run_gate_up(gpu, x, chosen, *fewer, 127), strict=True):
+        assert_same_bits(other[0, 0], part[0, 0, :127], "any width")
+
+
+@checks(f"{MODULE}::{DOWN}@whole")
+def check_whole_down(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    shape, chosen = Shape(2, 1, 128, 2048), np.array([[1]], U32)
+    experts, rows = draw(rng, shape), normal(rng, 2, 1, 1, shape.k, scale=4.0)
+    whole = run_down(gpu, *rows, chosen, experts, shape.n)
+    close(whole[0, 0], exact(rows[0, 0, 0], rows[1, 0, 0], LIMIT), experts[1], lost_gated(shape.k), str(shape))
+    fewer = [(codes[:127], scales[:127]) for codes, scales in experts]
+    assert_same_bits(run_down(gpu, *rows, chosen, fewer, 127)[0, 0], whole[0, 0, :127], "any width")
+
+
+def test_the_widths_of_the_model(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    check_whole_gate_up(gpu, rng)
+    check_whole_down(gpu, rng)
 
 
 def test_nan_and_infinity_stay_in_their_slot(gpu: GpuBackend, rng: np.random.Generator) -> None:
