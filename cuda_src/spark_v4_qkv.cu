@@ -153,3 +153,53 @@ extern "C" __global__ void __launch_bounds__(32)
     spark_wait_for_previous();
     assemble(kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta);
 }
+
+// Queries and the row of the cache in one launch: the blocks of the last y have the row, all others eight heads each.
+template <typename Element>
+__device__ __forceinline__ void queries_and_row(__nv_bfloat16* q, unsigned heads, const __nv_bfloat16* kv,
+                                                const __nv_bfloat16* weight, const unsigned* positions, Element* pool,
+                                                const long long* slot_mapping, unsigned head_dim, unsigned rope_dim,
+                                                float eps, float theta) {
+    __shared__ float2 turns[V4_MAX_PAIRS];
+    const size_t row = blockIdx.x;
+    const unsigned warp = threadIdx.x / SPARK_WARP;
+    const bool of_query = blockIdx.y + 1u < gridDim.y;
+    const unsigned own = blockIdx.y * QUERY_HEADS + warp;
+    // Warps past the last head, or the row's first warp, work on it too, and store nothing: all reach the barrier.
+    __nv_bfloat16* query = q + (row * heads + (of_query && own < heads ? own : heads - 1u)) * head_dim;
+    const __nv_bfloat16* x = of_query ? query : kv + row * head_dim;
+    V4Head head(x, of_query ? nullptr : weight, head_dim, eps);
+    v4_turns(turns, positions[row], rope_dim, theta, false);
+    __syncthreads();
+    head.turn(turns, head_dim - rope_dim);
+    if (of_query) {
+        if (own < heads) {
+            head.store(query);
+        }
+        return;
+    }
+    const long long at = slot_mapping[row];
+    if (warp == 0u && at >= 0) {
+        head.store(pool + static_cast<size_t>(at) * head_dim);
+    }
+}
+
+// spark_v4_q_norm_rope and spark_v4_kv_assemble. Grid (rows, ceil(heads / 8) + 1), block 256.
+extern "C" __global__ void __launch_bounds__(256)
+    spark_v4_q_and_kv(__nv_bfloat16* q, const __nv_bfloat16* kv, const __nv_bfloat16* weight,
+                      const unsigned int* positions, __nv_bfloat16* pool, const long long* slot_mapping,
+                      unsigned int heads, unsigned int head_dim, unsigned int rope_dim, float eps, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
+    queries_and_row(q, heads, kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta);
+}
+
+// The same with spark_v4_kv_assemble_fp8. Grid (rows, ceil(heads / 8) + 1), block 256.
+extern "C" __global__ void __launch_bounds__(256)
+    spark_v4_q_and_kv_fp8(__nv_bfloat16* q, const __nv_bfloat16* kv, const __nv_bfloat16* weight,
+                          const unsigned int* positions, unsigned char* pool, const long long* slot_mapping,
+                          unsigned int heads, unsigned int head_dim, unsigned int rope_dim, float eps, float theta) {
+    spark_let_next_start();
+    spark_wait_for_previous();
+    queries_and_row(q, heads, kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta);
+}

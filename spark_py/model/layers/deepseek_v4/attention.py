@@ -18,7 +18,13 @@ from types import TracebackType
 
 from ....ops.rms_norm_vanilla import rms_norm
 from ....ops.spark_v4_paged_decode import spark_v4_paged_decode, spark_v4_paged_decode_fp8
-from ....ops.spark_v4_qkv import check_head, spark_v4_kv_assemble, spark_v4_kv_assemble_fp8, spark_v4_q_norm_rope
+from ....ops.spark_v4_qkv import (
+    check_head,
+    spark_v4_kv_assemble,
+    spark_v4_kv_assemble_fp8,
+    spark_v4_q_and_kv,
+    spark_v4_q_norm_rope,
+)
 from ....runtime.errors import InvalidArgumentError, UnsupportedError
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ....runtime.kv_cache import KvCacheDtype, KvScales, PagedKvCache
@@ -150,6 +156,7 @@ class V4Attention:
         )
         self._norm_k = gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
         self._q_norm_rope_k = gpu.kernel("spark_v4_qkv", "spark_v4_q_norm_rope")
+        self._q_and_kv_k = gpu.try_kernel("spark_v4_qkv", f"spark_v4_q_and_kv{narrow}")
         self._assemble_k = gpu.kernel("spark_v4_qkv", f"spark_v4_kv_assemble{narrow}")
         self._decode_k = gpu.kernel("spark_v4_paged_decode", f"spark_v4_paged_decode{narrow}")
         self._wo_a = V4GroupedProjection(
@@ -193,8 +200,12 @@ class V4Attention:
         self._check_scales()
         # Both read x alone.
         self._wq_a.run_with(self._wkv, x, self._scratch["q_latent"], self._scratch["kv"], rows, stream)
-        self._queries(meta, rows, stream)
-        self._write_row(meta, rows, stream)
+        self._queries(rows, stream)
+        if self._q_and_kv_k:
+            self._rotate_all(meta, rows, stream)
+        else:
+            self._rotate_queries(meta, rows, stream)
+            self._write_row(meta, rows, stream)
         self._attend(meta, rows, stream)
         self._project_out(output, rows, stream)
 
@@ -206,14 +217,26 @@ class V4Attention:
         self._wkv.run(x, self._scratch["kv"], rows, stream)
         self._write_row(meta, rows, stream)
 
-    def _queries(self, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
+    def _queries(self, rows: int, stream: StreamLike) -> None:
         shape, weights, gpu = self.shape, self.weights, self.gpu
         latent, q, rank = self._scratch["q_latent"], self._scratch["q"], shape.q_lora_rank
         rms_norm(gpu, self._norm_k, latent, weights.q_norm, latent, rows, rank, shape.norm_eps, stream)
         self._wq_b.run(latent, q, rows, stream)
-        spark_v4_q_norm_rope(
-            gpu, self._q_norm_rope_k, q, meta.positions, rows, shape.num_heads, shape.head_dim, shape.rope_dim,
+
+    def _rotate_all(self, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
+        """`_rotate_queries` and `_write_row`, with their bits."""
+        shape, scratch = self.shape, self._scratch
+        spark_v4_q_and_kv(
+            self.gpu, self._q_and_kv_k, scratch["q"], scratch["kv"], self.weights.kv_norm, meta.positions,
+            self.kv_cache.k_pool_ptr(self.kv_layer), meta.slot, rows, shape.num_heads, shape.head_dim, shape.rope_dim,
             shape.norm_eps, shape.rope_theta, stream,
+        )  # fmt: skip
+
+    def _rotate_queries(self, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
+        shape = self.shape
+        spark_v4_q_norm_rope(
+            self.gpu, self._q_norm_rope_k, self._scratch["q"], meta.positions, rows, shape.num_heads, shape.head_dim,
+            shape.rope_dim, shape.norm_eps, shape.rope_theta, stream,
         )  # fmt: skip
 
     def _write_row(self, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
