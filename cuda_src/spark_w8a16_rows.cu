@@ -4,32 +4,22 @@
 //
 // Every E4M3 value is a BF16 number and goes as such through tensor-core steps with FP32 sums. A stripe is 128 k, so that a
 // warp's part of a tile has one factor for it: its steps start from zero, in ascending order of the words of four bytes,
-// and their sum s is added as fmaf(factor, s, sum). Of a word's bytes the pairs (0, 2) and (1, 3) lie where one shift
-// brings both to the halves of a word.
+// and their sum s is added as fmaf(factor, s, sum). From sm_89 on the conversion of two bytes to FP16, which is exact too
+// and knows NaN, is one instruction; by way of FP32 it is four for a pair.
 
-#include "spark_choose.cuh"
+#include "spark_fp8.cuh"
 #include "spark_gemv_rows.cuh"
 
-constexpr unsigned W8_SIDE = 128u;          // of a square with one factor
-constexpr unsigned W8_RAISE = 0x7b807b80u;  // 2^120 twice: what bytes come too small by
+constexpr unsigned W8_SIDE = 128u;  // of a square with one factor
 
-// Pairs (0, 2) and (1, 3) of a word of E4M3 bytes, as BF16; exact, but for 0x7f and 0xff, which are no NaN here.
+// Pairs (0, 1) and (2, 3) of a word of E4M3 bytes, as BF16. Exact; NaN stays NaN.
 __device__ __forceinline__ void w8_decode(unsigned bytes, unsigned (&pairs)[2]) {
-    constexpr unsigned MAGNITUDE = 0x07f007f0u;
-    const unsigned signs = spark_choose(0x80808080u, bytes, 0u);
-    pairs[0] = multiply_pair(spark_choose(MAGNITUDE, bytes << 4, signs << 8), W8_RAISE);
-    pairs[1] = multiply_pair(spark_choose(MAGNITUDE, bytes >> 4, signs), W8_RAISE);
-}
-
-// Two BF16 NaN where one of 16 bytes is 0x7f or 0xff, else 0, to be laid over a pair of the weights: such a weight makes
-// its output NaN, whatever it is multiplied by.
-__device__ __forceinline__ unsigned w8_nan(const unsigned (&words)[4]) {
-    unsigned carries = 0u;
 #pragma unroll
-    for (unsigned w = 0u; w < 4u; ++w) {
-        carries |= (words[w] & 0x7f7f7f7fu) + 0x01010101u;
+    for (unsigned i = 0u; i < 2u; ++i) {
+        float values[2];
+        spark_widen_e4m3(static_cast<unsigned short>(bytes >> (16u * i)), values);
+        pairs[i] = spark_pack(values[0], values[1]);
     }
-    return (carries & 0x80808080u) != 0u ? 0x7fff7fffu : 0u;
 }
 
 struct W8Matrix : GemvMatrix {
@@ -82,23 +72,15 @@ struct W8 : GemvFormat {
         }
         const unsigned low_words[4] = {low.x, low.y, low.z, low.w};
         const unsigned high_words[4] = {high.x, high.y, high.z, high.w};
-        const unsigned low_nan = w8_nan(low_words);
-        const unsigned high_nan = w8_nan(high_words);
 #pragma unroll
         for (unsigned w = 0u; w < 4u; ++w) {
             const uint4 a = rows[p][w / 2u];
-            const unsigned even = w % 2u == 0u ? a.x : a.z;
-            const unsigned odd = w % 2u == 0u ? a.y : a.w;
             unsigned lower[2];
             unsigned upper[2];
             w8_decode(low_words[w], lower);
             w8_decode(high_words[w], upper);
-            if (w == 0u) {
-                lower[0] |= low_nan;
-                upper[0] |= high_nan;
-            }
             spark_mma(part, {lower[0], upper[0], lower[1], upper[1]},
-                      {__byte_perm(even, odd, 0x5410u), __byte_perm(even, odd, 0x7632u)});
+                      {w % 2u == 0u ? a.x : a.z, w % 2u == 0u ? a.y : a.w});
         }
         if (p == GEMV_PIECES - 1u) {
 #pragma unroll

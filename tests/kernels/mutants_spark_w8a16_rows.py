@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Mutants of spark_w8a16_rows: which element and factor a byte has, NaN, edges and groups."""
+"""Mutants of spark_w8a16_rows: which element and factor a byte has, edges and groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .mutants import Mutant, Patch
 _MODULE = "spark_w8a16_rows"
 _CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
 _FACTOR = "factor = factors[first / GEMV_UNITS];"
-_SIGN = "const unsigned signs = spark_choose(0x80808080u, bytes, 0u);"
+_BYTES = "bytes >> (16u * i)"
 _GROUP = "x_from = static_cast<size_t>(output / (matrix.n / groups)) * (k / 8u);"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -26,8 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a stripe goes on from the one before",
         cu=Patch(_CU, "if (p == 0u) {", "if (p == 0u && factor == factors[threadIdx.x / SPARK_WARP]) {"),
     ),
-    Mutant(_CHECK, "bytes without a sign", cu=Patch(_CU, _SIGN, "const unsigned signs = bytes & 0u;")),
-    Mutant(_CHECK, "NaN is 480", cu=Patch(_CU, "(carries & 0x80808080u) != 0u ? 0x7fff7fffu : 0u;", "carries & 0u;")),
+    Mutant(_CHECK, "bytes without a sign", cu=Patch(_CU, _BYTES, "bytes >> (16u * i) & 0x7f7fu")),
+    Mutant(_CHECK, "the pairs of a word exchanged", cu=Patch(_CU, _BYTES, "bytes >> (16u - 16u * i)")),
     Mutant(_CHECK, "every group reads the first", cu=Patch(_CU, _GROUP, "x_from = 0u;")),
     Mutant(
         _CHECK,
