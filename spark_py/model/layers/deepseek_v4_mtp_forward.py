@@ -21,6 +21,7 @@ import numpy as np
 from ...ops.residual_add import residual_add
 from ...ops.rms_norm_vanilla import rms_norm
 from ...ops.spark_rms_norm_f32 import rms_norm as stream_norm
+from ...ops.spark_rms_norm_f32 import rms_norm_both
 from ...runtime.gpu import DevicePtr, StreamLike
 from ...runtime.scratch import ScratchRegion
 from ..layer import AttnMetadataDev, ForwardContext
@@ -95,8 +96,8 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         """b.streams of b.embed and `source`, which is not read after the second norm: it may be `b.h_in` or
         `b.streams`, which are written later."""
         gpu, h, hc = self.gpu, self.h, self.hc_mult
-        self._rms_norm(b.embed, self.module.enorm, b.normed_embed, rows, stream)
         if not stacked:
+            self._rms_norm(b.embed, self.module.enorm, b.normed_embed, rows, stream)
             self._rms_norm(source, self.module.hnorm, b.normed_hidden, rows, stream)
             self.e_proj.run(b.normed_embed, b.h_in, rows, stream)
             self.h_proj.run(b.normed_hidden, b.h_branch, rows, stream)
@@ -105,8 +106,14 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
             residual_add(gpu, self.residual_add_k, b.h_in, b.h_branch, rows * h, stream)
             self.connections.expand(b.h_in, b.streams, rows, stream)
             return
-        hnorm = self.module.hnorm
-        stream_norm(gpu, self.stream_norm_k, source, hnorm, b.normed_hidden, rows * hc, h, self.eps, stream)
+        enorm, hnorm = self.module.enorm, self.module.hnorm
+        if both := self.norm_both_k:
+            rms_norm_both(
+                gpu, both, b.embed, enorm, b.normed_embed, source, hnorm, b.normed_hidden, rows, h, hc, self.eps, stream
+            )
+        else:
+            self._rms_norm(b.embed, enorm, b.normed_embed, rows, stream)
+            stream_norm(gpu, self.stream_norm_k, source, hnorm, b.normed_hidden, rows * hc, h, self.eps, stream)
         self.e_proj.run(b.normed_embed, b.h_in, rows, stream)
         self.h_proj.run(b.normed_hidden, b.h_branch, rows * hc, stream)
         # The embedding's branch is the same for all streams of a row.

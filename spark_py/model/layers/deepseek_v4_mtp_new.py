@@ -134,6 +134,7 @@ class DeepseekV4MtpNew(MtpHeadLife):
         self.rms_norm_k = gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
         self.norm = V4Norm(module.norm, self.eps, self.rms_norm_k)
         self.stream_norm_k = gpu.kernel("spark_rms_norm_f32", "spark_rms_norm_f32")
+        self.norm_both_k = gpu.try_kernel("spark_rms_norm_f32", "spark_rms_norm_both")
         self.dense_gemv_k = gpu.kernel("gemv", "dense_gemv_bf16")
         self.residual_add_k = gpu.kernel("residual_add", "bf16_residual_add")
         self.argmax_k = gpu.kernel("argmax", "argmax_bf16")

@@ -22,7 +22,18 @@ UNIT = 2.0**-24
 SUBJECT = "hyper-connection maths"
 
 # (tokens, hidden_size, hc_mult): quads that end early, rows off 16 bytes, one stream, V4's size.
-SHAPES = ((1, 1, 4), (3, 5, 3), (2, 64, 4), (3, 33, 4), (2, 130, 2), (2, 7, 1), (2, 1030, 4), (1, 4096, 4), (2, 515, 3))
+SHAPES = (
+    (1, 1, 4),
+    (3, 5, 3),
+    (2, 64, 4),
+    (3, 33, 4),
+    (2, 130, 2),
+    (2, 7, 1),
+    (2, 1030, 4),
+    (1, 4096, 4),
+    (1, 4100, 4),
+    (2, 515, 3),
+)
 
 
 def chain(size: int) -> int:
