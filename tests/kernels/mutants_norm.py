@@ -261,8 +261,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         _TWO,
-        "streams one too far",
-        cu=Patch(_WIDE_CU, "token * hc_mult + stream - 1u, hidden", "token * hc_mult + stream % hc_mult, hidden"),
+        "tokens' streams over each other",
+        cu=Patch(_WIDE_CU, "token * hc_mult + stream - 1u, hidden", "token + stream - 1u, hidden"),
     ),
     Mutant(
         _TWO,
