@@ -53,8 +53,11 @@ struct GemvMatrices {
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
 struct GemvFormat {
-    // Words of a row of X.
-    __device__ __forceinline__ size_t x_words(unsigned k) const { return k / 8u; }
+    // Whether a matrix has row `row` of the launch's.
+    template <class Matrix>
+    static __device__ __forceinline__ bool holds(const Matrix&, unsigned) {
+        return true;
+    }
     // Sums are of tile `tile` from now on.
     template <class Matrix>
     __device__ __forceinline__ void begin(const GemvMatrices<Matrix>&, unsigned, unsigned) {}
@@ -117,7 +120,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     const unsigned tiles = tiles_of(all.each[0].n) + tiles_of(all.each[1].n) + tiles_of(all.each[2].n);
     uint4(*ring)[GEMV_TILE * GEMV_UNITS] = rings[warp];
     const unsigned stripes = row_stripes > warp ? (row_stripes - warp + GEMV_WARPS - 1u) / GEMV_WARPS : 0u;
-    const uint4* x = reinterpret_cast<const uint4*>(X) + (g < M ? g : 0u) * format.x_words(K);
+    const uint4* x = reinterpret_cast<const uint4*>(X) + static_cast<size_t>(g < M ? g : 0u) * (K / 8u);
 
     // What is copied next: a stripe of a tile. A lane copies chunk lane % 8 of outputs lane / 8, + 4, + 8 and + 12.
     unsigned ahead_tile = blockIdx.x;
@@ -217,7 +220,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
         const Matrix matrix = find(all, tile, first);
         const unsigned row = threadIdx.x / GEMV_TILE;
         unsigned output = first + threadIdx.x % GEMV_TILE;
-        if (row < M && output < matrix.n) {
+        if (row < M && output < matrix.n && Format::holds(matrix, row)) {
             float total = sums[buffer][0][output - first][row];
 #pragma unroll
             for (unsigned w = 1u; w < GEMV_WARPS; ++w) {

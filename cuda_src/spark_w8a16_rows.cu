@@ -24,6 +24,8 @@ __device__ __forceinline__ void w8_decode(unsigned bytes, unsigned (&pairs)[2]) 
 
 struct W8Matrix : GemvMatrix {
     const float* factors;
+    const uint4* x;  // its own rows
+    unsigned rows;
 };
 
 struct W8 : GemvFormat {
@@ -32,33 +34,35 @@ struct W8 : GemvFormat {
     static constexpr bool WHOLE = false;
     static constexpr unsigned BUFFERS = 2u;
 
-    unsigned groups;  // of the first matrix
-    size_t x_from;    // words before those that the tile's group reads
+    unsigned groups;    // of the first matrix
+    const uint4* mine;  // this lane's row of x for the tile, where there is one
+    bool there;
     const float* factors;
     float factor;
     uint4 rows[GEMV_PIECES][2];
     float part[4];
 
-    __device__ __forceinline__ size_t x_words(unsigned k) const { return static_cast<size_t>(groups) * (k / 8u); }
+    static __device__ __forceinline__ bool holds(const Matrix& matrix, unsigned row) { return row < matrix.rows; }
 
     __device__ __forceinline__ void begin(const GemvMatrices<W8Matrix>& all, unsigned tile, unsigned k) {
         unsigned output;
         const W8Matrix matrix = find(all, tile, output);
         factors = matrix.factors + static_cast<size_t>(output / W8_SIDE) * ((k + W8_SIDE - 1u) / W8_SIDE);
-        x_from = static_cast<size_t>(output / (matrix.n / groups)) * (k / 8u);
+        const unsigned g = threadIdx.x % SPARK_WARP / 4u;
+        there = g < matrix.rows;
+        mine = matrix.x + (static_cast<size_t>(there ? g : 0u) * groups + output / (matrix.n / groups)) * (k / 8u);
     }
 
-    __device__ __forceinline__ void read_x(const uint4* x, unsigned first, unsigned chunks, bool live) {
+    __device__ __forceinline__ void read_x(const uint4*, unsigned first, unsigned chunks, bool) {
         factor = factors[first / GEMV_UNITS];
-        x += x_from;
 #pragma unroll
         for (unsigned p = 0u; p < GEMV_PIECES; ++p) {
             const unsigned chunk = first + 4u * p;
             rows[p][0] = make_uint4(0u, 0u, 0u, 0u);
             rows[p][1] = make_uint4(0u, 0u, 0u, 0u);
-            if (live && chunk < chunks) {
-                rows[p][0] = x[2u * chunk];
-                rows[p][1] = x[2u * chunk + 1u];
+            if (there && chunk < chunks) {
+                rows[p][0] = mine[2u * chunk];
+                rows[p][1] = mine[2u * chunk + 1u];
             }
         }
     }
@@ -93,19 +97,21 @@ struct W8 : GemvFormat {
     static __device__ __forceinline__ float scaled(const Matrix&, unsigned, float sum) { return sum; }
 };
 
-// Yi[m * stride_i + n] = bf16(sum over k of X[m, k] * value_i[n, k] * factor_i[n / 128, k / 128]), codes [Ni, K]:
-// tiled_gemv_rows. N1 may be 0. groups > 1: the first matrix is that many, [N0 / groups, K] each, and group g of it reads
-// X[m, g * K + k]; N1 is 0 then. K % 16 == 0, N0 / groups % 16 == 0 where groups > 1.
+// Yi[m * stride_i + n] = bf16(sum over k of Xi[m, k] * value_i[n, k] * factor_i[n / 128, k / 128]) for Mi rows, codes
+// [Ni, K]: tiled_gemv_rows. X1 may be X0, N1 may be 0. groups > 1: the first matrix is that many, [N0 / groups, K] each,
+// and group g of it reads X0[m, g * K + k]; N1 is 0 then. K % 16 == 0, N0 / groups % 16 == 0 where groups > 1.
 extern "C" __global__ void __launch_bounds__(256, 3)
-    spark_w8a16_rows(const __nv_bfloat16* __restrict__ X, const unsigned char* __restrict__ W0,
-                     const unsigned char* __restrict__ W1, const float* __restrict__ S0, const float* __restrict__ S1,
-                     __nv_bfloat16* __restrict__ Y0, __nv_bfloat16* __restrict__ Y1, unsigned int M, unsigned int N0,
+    spark_w8a16_rows(const __nv_bfloat16* __restrict__ X0, const __nv_bfloat16* __restrict__ X1,
+                     const unsigned char* __restrict__ W0, const unsigned char* __restrict__ W1,
+                     const float* __restrict__ S0, const float* __restrict__ S1, __nv_bfloat16* __restrict__ Y0,
+                     __nv_bfloat16* __restrict__ Y1, unsigned int M0, unsigned int M1, unsigned int N0,
                      unsigned int N1, unsigned int K, unsigned int stride0, unsigned int stride1,
                      unsigned int groups) {
-    const GemvMatrices<W8Matrix> all = {{{{reinterpret_cast<const uint4*>(W0), Y0, N0, stride0}, S0},
-                                         {{reinterpret_cast<const uint4*>(W1), Y1, N1, stride1}, S1},
-                                         {{nullptr, nullptr, 0u, 0u}, nullptr}}};
+    const GemvMatrices<W8Matrix> all = {
+        {{{reinterpret_cast<const uint4*>(W0), Y0, N0, stride0}, S0, reinterpret_cast<const uint4*>(X0), M0},
+         {{reinterpret_cast<const uint4*>(W1), Y1, N1, stride1}, S1, reinterpret_cast<const uint4*>(X1), M1},
+         {{nullptr, nullptr, 0u, 0u}, nullptr, nullptr, 0u}}};
     W8 format = {};
     format.groups = groups;
-    tiled_gemv_rows(format, X, all, M, K, 0u);
+    tiled_gemv_rows(format, X0, all, M0 > M1 ? M0 : M1, K, 0u);
 }

@@ -23,6 +23,10 @@ def _stride(c: Call, i: int) -> int:
     return int(getattr(c, f"stride{i}"))
 
 
+def _rows(c: Call, i: int) -> int:
+    return int(getattr(c, f"M{i}"))
+
+
 def _operand(name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]], align: int = 0) -> list[ParamSpec]:
     def shape_of(i: int) -> Callable[[Call], tuple[int, ...]]:
         return lambda c: shape(c, i)
@@ -36,7 +40,7 @@ def _operand(name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]
 
 def _touched(c: Call, i: int) -> tuple[int, ...]:
     """What the rows of an output touch, seen flat: the padding after the last one is not part of it."""
-    return ((c.M - 1) * _stride(c, i) + _outputs(c, i) if _outputs(c, i) else 0,)
+    return ((_rows(c, i) - 1) * _stride(c, i) + _outputs(c, i) if _outputs(c, i) else 0,)
 
 
 def _factors(c: Call, i: int) -> tuple[int, ...]:
@@ -45,18 +49,18 @@ def _factors(c: Call, i: int) -> tuple[int, ...]:
 
 def rows_of(c: Call, flat: np.ndarray[Any, Any], i: int) -> np.ndarray[Any, Any]:
     """The rows [M, N] of output i in `flat`, to be written."""
-    shape, strides = (c.M, _outputs(c, i)), (_stride(c, i) * flat.itemsize, flat.itemsize)
+    shape, strides = (_rows(c, i), _outputs(c, i)), (_stride(c, i) * flat.itemsize, flat.itemsize)
     return np.lib.stride_tricks.as_strided(flat, shape, strides)
 
 
 def _preconditions(c: Call) -> None:
     if c.K % STEP or c.K == 0:
         raise ValueError(f"K is {c.K}: a multiple of {STEP} is needed")
-    if not 1 <= c.M <= ROWS:
-        raise ValueError(f"M is {c.M}: 1 to {ROWS} rows are taken")
     if c.N0 == 0:
         raise ValueError("N0 is 0: at least one output is needed")
     for i in MATRICES:
+        if _outputs(c, i) and not 1 <= _rows(c, i) <= ROWS:
+            raise ValueError(f"M{i} is {_rows(c, i)}: 1 to {ROWS} rows are taken")
         if _outputs(c, i) and _stride(c, i) < _outputs(c, i):
             raise ValueError(f"stride{i} is {_stride(c, i)}: rows of N{i} = {_outputs(c, i)} outputs would overlap")
     if c.groups == 0 or c.N0 % c.groups:
@@ -68,7 +72,7 @@ def _preconditions(c: Call) -> None:
 def _run(c: Call) -> None:
     for i in MATRICES:
         if _outputs(c, i):
-            operands = c.X, getattr(c, f"W{i}"), getattr(c, f"S{i}"), c.groups
+            operands = getattr(c, f"X{i}"), getattr(c, f"W{i}"), getattr(c, f"S{i}"), c.groups
             rows_of(c, getattr(c, f"Y{i}"), i)[...] = reference.spark_w8a16_rows(*operands)
 
 
@@ -77,11 +81,12 @@ KERNELS: tuple[KernelSpec, ...] = (
         module="spark_w8a16_rows",
         function="spark_w8a16_rows",
         params=(
-            pointer("X", "bf16", "r", lambda c: (c.M, c.groups * c.K), align=16),
+            *_operand("X", "bf16", lambda c, i: (_rows(c, i), c.groups * c.K if i == 0 else c.K), align=16),
             *_operand("W", "u8", lambda c, i: (_outputs(c, i), c.K), align=16),
             *_operand("S", "f32", _factors),
             *_operand("Y", "bf16", _touched),
-            u32("M"),
+            u32("M0"),
+            u32("M1"),
             u32("N0"),
             u32("N1"),
             u32("K"),

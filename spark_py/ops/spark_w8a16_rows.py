@@ -43,17 +43,21 @@ def spark_w8a16_rows(
     stream: StreamLike,
     *,
     groups: int = 1,
+    other: tuple[DevicePtr, int] | None = None,
 ) -> None:
     """Each projection's output [m, n] = input [m, k] . weight [n, k] transposed, BF16. A row's bits do not depend on
-    the other rows and projections; they are not those of `w8a16_gemv`.
+    the other rows and projections; they are not those of `w8a16_gemv`. `other` is an input for the second projection
+    alone, and how many rows that has.
 
     The weights' `row_scale` is FP32 [ceil(n / 128), ceil(k / 128)]. `kernel` is `spark_w8a16_rows::spark_w8a16_rows`.
     m is at most 8, projections at most 2, k a multiple of 16; input and codes lie on 16-byte addresses. groups > 1: the
     one projection is that many matrices, [n / groups, k] each, n / groups a multiple of 16, and matrix g reads columns
     g * k on of input [m, groups * k].
     """
-    if count("m", m) > MAX_ROWS:
-        raise InvalidArgumentError("m", m, f"the kernel takes {MAX_ROWS} rows at most")
+    sources = [(input, m), other or (input, m)][: len(projections)]
+    for _, rows in [(input, m), *sources[1:]]:
+        if count("m", rows) > MAX_ROWS:
+            raise InvalidArgumentError("m", rows, f"the kernel takes {MAX_ROWS} rows at most")
     multiple_of("k", k, STEP, "rows are read 16 bytes at a time")
     if not 1 <= len(projections) <= (MAX_MATRICES if count("groups", groups) == 1 else 1):
         limit = f"1 to {MAX_MATRICES} are taken, and one of several groups"
@@ -67,15 +71,17 @@ def spark_w8a16_rows(
     tiles = sum(div_ceil(each.n, TILE) for each in projections)
     missing = MAX_MATRICES - len(projections)
     null, zero = [DevicePtr.NULL] * missing, [0] * missing
-    launch = KernelLaunch(gpu, kernel).grid((blocks_for(tiles, RESIDENT), 1, 1)).block((256, 1, 1)).arg_ptr(input)
+    launch = KernelLaunch(gpu, kernel).grid((blocks_for(tiles, RESIDENT), 1, 1)).block((256, 1, 1))
     for pointers in (
+        [source for source, _ in sources],
         [each.weight.weight for each in projections],
         [each.weight.row_scale for each in projections],
         [each.output for each in projections],
     ):
         for ptr in pointers + null:
             launch.arg_ptr(ptr)
-    launch.arg_u32(m)
+    for rows in [rows for _, rows in sources] + zero:
+        launch.arg_u32(rows)
     for n in [each.n for each in projections] + zero:
         launch.arg_u32(n)
     launch.arg_u32(k)

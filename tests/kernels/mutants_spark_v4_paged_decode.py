@@ -100,8 +100,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         _WIDE,
-        "the sink of a block's first head for both",
-        cu=Patch(_CU, "sinks + first + h);", "sinks + first);"),
+        "the first head's sink for all",
+        cu=Patch(_CU, "sinks + first + h);", "sinks + h);"),
     ),
     Mutant(
         _WIDE,

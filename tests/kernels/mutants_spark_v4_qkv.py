@@ -62,7 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _QUERY,
         "the first elements turned instead of the last",
-        cu=Patch(_CU, "head.turn(turns, head_dim - rope_dim);\n    if (own", "head.turn(turns, 0u);\n    if (own"),
+        cu=Patch(_CU, "head.turn(turns, head_dim - rope_dim);\n    if (mine", "head.turn(turns, 0u);\n    if (mine"),
         py=Patch(
             _PY,
             "normed[..., start:] = rotate(normed[..., start:], positions, theta)",
@@ -72,7 +72,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _QUERY,
         "warps past the last head store it again",
-        cu=Patch(_CU, "    if (own < heads) {\n        head.store(", "    if (own <= heads) {\n        head.store("),
+        cu=Patch(_CU, "    if (mine < heads) {\n        head.store(", "    if (mine <= heads) {\n        head.store("),
     ),
     Mutant(
         _ROW,

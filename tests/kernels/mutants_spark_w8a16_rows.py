@@ -10,7 +10,7 @@ _MODULE = "spark_w8a16_rows"
 _CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
 _FACTOR = "factor = factors[first / GEMV_UNITS];"
 _BYTES = "bytes >> (16u * i)"
-_GROUP = "x_from = static_cast<size_t>(output / (matrix.n / groups)) * (k / 8u);"
+_GROUP = "* groups + output / (matrix.n / groups)) * (k / 8u);"
 
 MUTANTS: tuple[Mutant, ...] = (
     past_the_row(_MODULE),
@@ -28,7 +28,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(_CHECK, "bytes without a sign", cu=Patch(_CU, _BYTES, "bytes >> (16u * i) & 0x7f7fu")),
     Mutant(_CHECK, "the pairs of a word exchanged", cu=Patch(_CU, _BYTES, "bytes >> (16u - 16u * i)")),
-    Mutant(_CHECK, "every group reads the first", cu=Patch(_CU, _GROUP, "x_from = 0u;")),
+    Mutant(_CHECK, "every group reads the first", cu=Patch(_CU, _GROUP, "* groups) * (k / 8u);")),
+    Mutant(
+        _CHECK,
+        "rows of the first matrix for both",
+        cu=Patch(_CU, "S1, reinterpret_cast<const uint4*>(X1)", "S1, reinterpret_cast<const uint4*>(X0)"),
+    ),
+    Mutant(_CHECK, "as many rows of both", cu=Patch(_CU, "return row < matrix.rows;", "return true;")),
     Mutant(
         _CHECK,
         "groups in turn",

@@ -70,6 +70,21 @@ def test_a_row_and_a_matrix_do_not_depend_on_the_others(gpu: GpuBackend, rng: np
     assert_same_bits(run(gpu, x[:1], [(codes[3:], factors)])[0], whole[:1, 3:], "other warps")
 
 
+def test_the_second_matrix_may_read_rows_of_its_own(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    k, first, second = 272, normal(rng, 1, 272), normal(rng, 4, 272)
+    matrices = [drawn(rng, n, k) for n in (20, 37)]
+    outputs = [Output(gpu, (len(x), len(codes))) for x, (codes, _) in zip((first, second), matrices, strict=True)]
+    parts = [
+        W8Projection(Weight(upload(gpu, codes), upload(gpu, factors)), output.ptr, len(codes), len(codes))
+        for (codes, factors), output in zip(matrices, outputs, strict=True)
+    ]
+    ops.spark_w8a16_rows(
+        gpu, gpu.kernel(*NAMES), upload(gpu, first), parts, 1, k, gpu.default_stream(), other=(upload(gpu, second), 4)
+    )
+    for output, x, matrix in zip(outputs, (first, second), matrices, strict=True):
+        assert_same_bits(output.read(), run(gpu, x, [matrix])[0])
+
+
 def test_a_group_is_a_matrix_by_itself(gpu: GpuBackend, rng: np.random.Generator) -> None:
     k, n, groups = 144, 128, 2
     x, (codes, factors) = normal(rng, 3, groups * k), drawn(rng, groups * n, k)

@@ -99,8 +99,7 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         if not stacked:
             self._rms_norm(b.embed, self.module.enorm, b.normed_embed, rows, stream)
             self._rms_norm(source, self.module.hnorm, b.normed_hidden, rows, stream)
-            self.e_proj.run(b.normed_embed, b.h_in, rows, stream)
-            self.h_proj.run(b.normed_hidden, b.h_branch, rows, stream)
+            self.e_proj.run_beside(self.h_proj, b.normed_embed, b.h_in, rows, b.normed_hidden, b.h_branch, rows, stream)
             if self.connections.expand_sum(b.h_in, b.h_branch, b.streams, rows, False, stream):
                 return
             residual_add(gpu, self.residual_add_k, b.h_in, b.h_branch, rows * h, stream)
@@ -114,8 +113,9 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         else:
             self._rms_norm(b.embed, enorm, b.normed_embed, rows, stream)
             stream_norm(gpu, self.stream_norm_k, source, hnorm, b.normed_hidden, rows * hc, h, self.eps, stream)
-        self.e_proj.run(b.normed_embed, b.h_in, rows, stream)
-        self.h_proj.run(b.normed_hidden, b.h_branch, rows * hc, stream)
+        self.e_proj.run_beside(
+            self.h_proj, b.normed_embed, b.h_in, rows, b.normed_hidden, b.h_branch, rows * hc, stream
+        )
         # The embedding's branch is the same for all streams of a row.
         if self.connections.expand_sum(b.h_branch, b.h_in, b.streams, rows, True, stream):
             return

@@ -15,15 +15,15 @@ from ..compare import Bound, f64, rounds
 from ..inputs import F32, Array, Normal
 from .paged_decode_fp8 import E4M3
 
-# (rows, outputs of both matrices, K, gap between rows of output, groups, blocks)
-Shape: TypeAlias = tuple[int, tuple[int, int], int, int, int, int]
+# (rows of both, outputs of both matrices, K, gap between rows of output, groups, blocks)
+Shape: TypeAlias = tuple[tuple[int, int], tuple[int, int], int, int, int, int]
 SHAPES: tuple[Shape, ...] = (
-    (1, (5, 0), 16, 0, 1, 1),
-    (1, (131, 6), 1168, 0, 1, 2),
-    (1, (96, 0), 1296, 0, 6, 3),
-    (4, (7, 134), 1168, 5, 1, 3),
-    (3, (144, 0), 144, 0, 9, 2),
-    (8, (6, 130), 400, 1, 1, 10),
+    ((1, 0), (5, 0), 16, 0, 1, 1),
+    ((1, 4), (131, 6), 1168, 0, 1, 2),
+    ((1, 0), (96, 0), 1296, 0, 6, 3),
+    ((4, 3), (7, 134), 1168, 5, 1, 3),
+    ((3, 0), (144, 0), 144, 0, 9, 2),
+    ((8, 8), (6, 130), 400, 1, 1, 10),
 )
 
 
@@ -47,12 +47,13 @@ def _rows(c: Call, i: int, slack: bool) -> Array:
     """The flat output: between rows stays what was there, with nothing lost."""
     before = getattr(c, f"Y{i}")
     flat = np.zeros(before.shape) if slack else f64(before).copy()
-    x, w = f64(c.X), _dense(c, i)
+    x, w = f64(getattr(c, f"X{i}")), _dense(c, i)
+    groups = c.groups if i == 0 else 1
     # A step adds 16 products to a sum and may lose a bit of it; eight warps are added up, factors round.
     if slack:
-        rows_of(c, flat, i)[...] = (c.K / 64 + 32) * 2.0**-23 * _product(np.abs(x), np.abs(w), c.groups)
+        rows_of(c, flat, i)[...] = (c.K / 64 + 32) * 2.0**-23 * _product(np.abs(x), np.abs(w), groups)
     else:
-        rows_of(c, flat, i)[...] = _product(x, w, c.groups)
+        rows_of(c, flat, i)[...] = _product(x, w, groups)
     return flat
 
 
@@ -71,13 +72,14 @@ def _arguments(shape: Shape) -> Draw:
     rows, outputs, size, gap, groups, _ = shape
 
     def draw(rng: np.random.Generator) -> Mapping[str, Argument]:
-        made: dict[str, Argument] = {"X": Normal(spread=4), "M": rows, "K": size, "groups": groups}
+        made: dict[str, Argument] = {"K": size, "groups": groups}
         for i, n in enumerate(outputs):
-            made |= {f"N{i}": n, f"stride{i}": n + gap if n else 0}
+            made |= {f"M{i}": rows[i], f"N{i}": n, f"stride{i}": n + gap if n else 0}
             if n:
+                made[f"X{i}"] = Normal(spread=4)
                 made[f"W{i}"], made[f"S{i}"] = drawn(rng, n, size)
             else:
-                made |= {f"W{i}": None, f"S{i}": None, f"Y{i}": None}
+                made |= {f"X{i}": None, f"W{i}": None, f"S{i}": None, f"Y{i}": None}
         return made
 
     return draw
@@ -85,7 +87,7 @@ def _arguments(shape: Shape) -> Draw:
 
 def _case(shape: Shape) -> Case:
     rows, outputs, size, gap, groups, blocks = shape
-    name = f"{rows} rows, N={'+'.join(map(str, outputs))} K={size} in {blocks} blocks"
+    name = f"{rows[0]} and {rows[1]} rows, N={'+'.join(map(str, outputs))} K={size} in {blocks} blocks"
     name += (f" in {groups} groups" if groups > 1 else "") + (f", {gap} apart" if gap else "")
     return Case(name, _arguments(shape), {f"Y{i}": _bound(i) for i, n in enumerate(outputs) if n}, (blocks, 1, 1))
 
