@@ -34,7 +34,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows of the first matrix for both",
         cu=Patch(_CU, "S1, reinterpret_cast<const uint4*>(X1)", "S1, reinterpret_cast<const uint4*>(X0)"),
     ),
-    Mutant(_CHECK, "as many rows of both", cu=Patch(_CU, "return row < matrix.rows;", "return true;")),
+    Mutant(_CHECK, "a row too many", cu=Patch(_CU, "return row < matrix.rows;", "return row < matrix.rows + 1u;")),
     Mutant(
         _CHECK,
         "groups in turn",

@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant("no embedding", FORWARD, "_combine", f"{SUM}b.h_in", f"{SUM}b.h_branch", draft(REFERENCE)),
     Mutant("the first stream for all", FORWARD, "_combine", "b.streams, rows, True", "b.streams, rows, False",
            draft(REFERENCE)),
-    Mutant("norms exchanged", FORWARD, "_combine", "self.module.enorm", "self.module.hnorm", draft(COLLAPSED)),
+    Mutant("norms exchanged", FORWARD, "_combine", "embed, self.module.enorm", "embed, self.module.hnorm", draft(COLLAPSED)),
     Mutant("no final norm", FORWARD, "_forward_row", "buf.norm_output(), buf.logits()", "h_out, buf.logits()",
            draft(COLLAPSED)),
     Mutant("no row stays", MtpStates, "after_verify", "keep = rows_to_keep(", "keep = 0 * rows_to_keep(",
