@@ -10,7 +10,7 @@ from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
 from ._args import count, multiple_of
-from ._gemv_rows import TILE, blocks_for
+from ._gemv_rows import TILE
 from .gemv_fp8w import HasFp8Rows
 
 __all__ = ["MAX_MATRICES", "MAX_ROWS", "STEP", "TILE", "W8Projection", "spark_w8a16_rows"]
@@ -19,8 +19,8 @@ MAX_ROWS, MAX_MATRICES = 8, 2
 STEP = 16
 """What k must be a multiple of; and where there are several groups, the outputs of each."""
 RESIDENT = 396
-"""Blocks that run at the same time on the GPU that this was tuned on, three on each of 132 multiprocessors. Bits do not
-depend on it."""
+"""Blocks that run at the same time on the GPU that this was tuned on, three on each of 132 multiprocessors. That many share
+the tiles: those that have one more lie on multiprocessors of their own. Bits do not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def spark_w8a16_rows(
     tiles = sum(div_ceil(each.n, TILE) for each in projections)
     missing = MAX_MATRICES - len(projections)
     null, zero = [DevicePtr.NULL] * missing, [0] * missing
-    launch = KernelLaunch(gpu, kernel).grid((blocks_for(tiles, RESIDENT), 1, 1)).block((256, 1, 1))
+    launch = KernelLaunch(gpu, kernel).grid((min(tiles, RESIDENT), 1, 1)).block((256, 1, 1))
     for pointers in (
         [source for source, _ in sources],
         [each.weight.weight for each in projections],
