@@ -19,8 +19,8 @@ MAX_ROWS, MAX_MATRICES = 8, 2
 STEP = 16
 """What k must be a multiple of; and where there are several groups, the outputs of each."""
 RESIDENT = 396
-"""Blocks that run at the same time on the GPU that this was tuned on, three on each of 132 multiprocessors, and share the
-tiles: those that have one more lie on multiprocessors of their own. Bits do not depend on it."""
+"""Blocks that run at the same time on the GPU that this was tuned on, three on each of 132 multiprocessors, sharing
+the tiles: those that have one more lie on multiprocessors of their own. Bits do not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
