@@ -38,7 +38,7 @@ _BLOCK = 16  # rows of a block of the KV cache
 V4_SHAPES: dict[str, V4Shapes] = {
     "v4-flash": V4Shapes(V4AttentionShape(), V4HyperShape(), V4FfnShape()),
     "tiny": V4Shapes(
-        V4AttentionShape(64, 8, 32, 8, 48, 4, 12, 16), V4HyperShape(64, 4, 3), V4FfnShape(64, 8, 2, 32, vocab_size=300)
+        V4AttentionShape(64, 8, 32, 8, 48, 4, 16, 16), V4HyperShape(64, 4, 3), V4FfnShape(64, 8, 2, 32, vocab_size=300)
     ),
 }
 
