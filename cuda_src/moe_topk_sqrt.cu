@@ -4,7 +4,7 @@
 //
 // A choice is a maximum over a warp, then the lowest expert among those that have it: ties have one answer on every
 // path. NaN comes after -Inf: it is chosen only where fewer than k numbers are left, so that the k indices are always
-// distinct and below E. One warp does a token; no barrier is needed.
+// distinct and below E. All threads of a token's block score experts; one warp chooses.
 
 #include "moe_sqrt.cuh"
 
@@ -25,6 +25,17 @@ __device__ __forceinline__ unsigned sqrt_key(float value) {
 __device__ __forceinline__ void topk_sqrt(const __nv_bfloat16* logits, const float* bias, unsigned* indices,
                                           float* weights, unsigned experts, unsigned k, bool normalize,
                                           float scaling_factor) {
+    __shared__ float scores[SQRT_MAX_EXPERTS];
+    __shared__ unsigned all_keys[SQRT_MAX_EXPERTS];
+    for (unsigned expert = threadIdx.x; expert < SQRT_MAX_EXPERTS; expert += blockDim.x) {
+        unsigned key = SQRT_NONE;
+        if (expert < experts) {
+            scores[expert] = sqrt_softplus(spark_load(logits + expert));
+            key = sqrt_key(scores[expert] + bias[expert]);
+        }
+        all_keys[expert] = key;
+    }
+    __syncthreads();
     const unsigned lane = threadIdx.x;
     if (lane >= SPARK_WARP) {
         return;
@@ -32,11 +43,7 @@ __device__ __forceinline__ void topk_sqrt(const __nv_bfloat16* logits, const flo
     unsigned keys[SQRT_PER_LANE];
 #pragma unroll
     for (unsigned i = 0u; i < SQRT_PER_LANE; ++i) {
-        const unsigned expert = lane + i * SPARK_WARP;
-        keys[i] = SQRT_NONE;
-        if (expert < experts) {
-            keys[i] = sqrt_key(sqrt_softplus(spark_load(logits + expert)) + bias[expert]);
-        }
+        keys[i] = all_keys[lane + i * SPARK_WARP];
     }
     unsigned chosen = 0u;
     for (unsigned slot = 0u; slot < k; ++slot) {
@@ -57,7 +64,7 @@ __device__ __forceinline__ void topk_sqrt(const __nv_bfloat16* logits, const flo
         }
         chosen = slot == lane ? winner : chosen;
     }
-    const float score = lane < k ? sqrt_softplus(spark_load(logits + chosen)) : 0.0f;
+    const float score = lane < k ? scores[chosen] : 0.0f;
     const float weight = sqrt_weight(score, normalize, scaling_factor);
     if (lane < k) {
         indices[lane] = chosen;

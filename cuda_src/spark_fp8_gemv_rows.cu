@@ -25,7 +25,7 @@ struct Fp8Matrix : GemvMatrix {
     const float* scales;
 };
 
-struct Fp8 {
+struct Fp8 : GemvFormat {
     using Matrix = Fp8Matrix;
     static constexpr unsigned CHUNK = 16u;
     static constexpr bool KEEPS = true;

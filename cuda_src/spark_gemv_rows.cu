@@ -4,7 +4,7 @@
 
 #include "spark_gemv_argmax.cuh"
 
-struct Bf16 {
+struct Bf16 : GemvFormat {
     using Matrix = GemvMatrix;
     static constexpr unsigned CHUNK = 8u;
     static constexpr bool KEEPS = false;

@@ -47,13 +47,23 @@ struct GemvStore {
     }
 };
 
-// A format has
+// What a format has whose matrices all have the launch's rows. Every format has besides
 //   Matrix: GemvMatrix, or derived from it
 //   CHUNK: elements in 16 bytes; KEEPS: whether addresses are kept in registers, which pays where arithmetic decides
 //   BUFFERS: 2 where a tile's sums may be written while those of the tile before are read, at the cost of 4 KiB; else 1
 //   read_x(x, first, chunks, live): row g of x where it is `live`, for the lane's chunks first and first + 4
 //   multiply(sum, p, low, high): the steps of chunk p of the lane's two
 //   scaled(matrix, output, sum): what is rounded
+struct GemvFormat {
+    // Whether a matrix has row `row` of the launch's.
+    template <class Matrix>
+    static __device__ __forceinline__ bool holds(const Matrix&, unsigned) {
+        return true;
+    }
+    // Sums are of tile `tile` from now on.
+    template <class Matrix>
+    __device__ __forceinline__ void begin(const GemvMatrices<Matrix>&, unsigned, unsigned) {}
+};
 
 __device__ __forceinline__ unsigned tiles_of(unsigned n) { return (n + GEMV_TILE - 1u) / GEMV_TILE; }
 
@@ -182,6 +192,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
     unsigned slot = 0u;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float sum[4] = {};
+        format.begin(all, tile, K);
         for (unsigned stripe = 0u; stripe < stripes; ++stripe) {
             format.read_x(x, (stripe * GEMV_WARPS + warp) * GEMV_UNITS + t, chunks, g < M);
             spark_copies_wait<GEMV_STAGES - 1u>();
@@ -211,7 +222,7 @@ __device__ __forceinline__ void tiled_gemv_rows(Format format, const __nv_bfloat
         const Matrix matrix = find(all, tile, first);
         const unsigned row = threadIdx.x / GEMV_TILE;
         unsigned output = first + threadIdx.x % GEMV_TILE;
-        if (row < M && output < matrix.n) {
+        if (row < M && output < matrix.n && Format::holds(matrix, row)) {
             float total = sums[buffer][0][output - first][row];
 #pragma unroll
             for (unsigned w = 1u; w < GEMV_WARPS; ++w) {

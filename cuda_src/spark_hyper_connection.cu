@@ -9,29 +9,40 @@
 
 constexpr unsigned MIX_BLOCK = 64u;
 constexpr unsigned MIX_SPLIT = HC_BLOCK / MIX_BLOCK;  // blocks a row
-constexpr unsigned MIX_DEEP = 4u;                     // pairs of loads in flight
+constexpr unsigned MIX_DEEP = 16u;                    // pairs of loads in flight: all of DeepSeek-V4's
 
-// The share of one warp in one row's sum, which is row `x` times row `f`: as hc_shares, more loads at a time.
+// The share of one warp in one row's sum, which is row `x` times row `f`, or times itself where f is NULL: as hc_shares.
+// The first elements of f, a weight, are asked for before the kernel waits for the one before it.
 template <bool WIDE>
 __device__ __forceinline__ float mix_share(const float* x, const float* f, size_t n, unsigned thread) {
     const size_t quads = hc_quads(n);
-    float sum = 0.0f;
-    size_t quad = thread;
-    for (; quad + (MIX_DEEP - 1u) * HC_BLOCK < quads; quad += MIX_DEEP * HC_BLOCK) {
-        float4 a[MIX_DEEP];
-        float4 b[MIX_DEEP];
+    float4 a[MIX_DEEP];
+    float4 b[MIX_DEEP];
 #pragma unroll
-        for (unsigned i = 0u; i < MIX_DEEP; ++i) {
-            a[i] = hc_quad<WIDE>(f, quad + i * HC_BLOCK, n);
-            b[i] = hc_quad<WIDE>(x, quad + i * HC_BLOCK, n);
-        }
-#pragma unroll
-        for (unsigned i = 0u; i < MIX_DEEP; ++i) {
-            sum = hc_add(sum, a[i], b[i]);
+    for (unsigned i = 0u; i < MIX_DEEP; ++i) {
+        a[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (f != nullptr && thread + i * HC_BLOCK < quads) {
+            a[i] = hc_quad<WIDE>(f, thread + i * HC_BLOCK, n);
         }
     }
-    for (; quad < quads; quad += HC_BLOCK) {
-        sum = hc_add(sum, hc_quad<WIDE>(f, quad, n), hc_quad<WIDE>(x, quad, n));
+    spark_wait_for_previous();
+#pragma unroll
+    for (unsigned i = 0u; i < MIX_DEEP; ++i) {
+        b[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (thread + i * HC_BLOCK < quads) {
+            b[i] = hc_quad<WIDE>(x, thread + i * HC_BLOCK, n);
+        }
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (unsigned i = 0u; i < MIX_DEEP; ++i) {
+        if (thread + i * HC_BLOCK < quads) {
+            sum = hc_add(sum, f != nullptr ? a[i] : b[i], b[i]);
+        }
+    }
+    for (size_t quad = thread + MIX_DEEP * HC_BLOCK; quad < quads; quad += HC_BLOCK) {
+        const float4 values = hc_quad<WIDE>(x, quad, n);
+        sum = hc_add(sum, f != nullptr ? hc_quad<WIDE>(f, quad, n) : values, values);
     }
     return spark_warp_sum(sum, SPARK_WARP);
 }
@@ -41,13 +52,12 @@ extern "C" __global__ void __launch_bounds__(64, 1)
     spark_hc_mix(const float* __restrict__ streams, const float* __restrict__ fn, float* __restrict__ shares,
                  unsigned int hidden_size, unsigned int hc_mult, unsigned int rows) {
     spark_let_next_start();
-    spark_wait_for_previous();
     const size_t n = static_cast<size_t>(hc_mult) * hidden_size;
     const size_t token = blockIdx.y;
     const unsigned row = blockIdx.x / MIX_SPLIT;
     const unsigned thread = blockIdx.x % MIX_SPLIT * MIX_BLOCK + threadIdx.x;
     const float* x = streams + token * n;
-    const float* f = row == rows ? x : fn + row * n;
+    const float* f = row == rows ? nullptr : fn + row * n;
     const bool wide = n % 4u == 0u && spark_aligned(x, 16u) && spark_aligned(f, 16u);
     const float sum = wide ? mix_share<true>(x, f, n, thread) : mix_share<false>(x, f, n, thread);
     if (threadIdx.x % SPARK_WARP == 0u) {

@@ -32,18 +32,46 @@ __device__ __forceinline__ void spark_f32_norm_row(const float* x, const __nv_bf
     }
 }
 
+// Row `row` of FP32 rows.
+__device__ __forceinline__ void spark_f32_norm(const float* input, const __nv_bfloat16* weight, __nv_bfloat16* output,
+                                               size_t row, unsigned hidden_size, float eps) {
+    const float* x = input + row * hidden_size;
+    __nv_bfloat16* y = output + row * hidden_size;
+    if (spark_aligned(x, 8u) && spark_aligned(weight, 4u) && spark_aligned(y, 4u)) {
+        spark_f32_norm_row<true>(x, weight, y, hidden_size, eps);
+    } else {
+        spark_f32_norm_row<false>(x, weight, y, hidden_size, eps);
+    }
+}
+
 // output = bf16((x * r) * weight), r = rsqrt(mean(x^2) + eps). Any hidden_size >= 1.
 extern "C" __global__ void spark_rms_norm_f32(const float* __restrict__ input,
                                               const __nv_bfloat16* __restrict__ weight,
                                               __nv_bfloat16* __restrict__ output, unsigned int hidden_size, float eps) {
     spark_let_next_start();
     spark_wait_for_previous();
-    const size_t start = static_cast<size_t>(blockIdx.x) * hidden_size;
-    const float* x = input + start;
-    __nv_bfloat16* y = output + start;
-    if (spark_aligned(x, 8u) && spark_aligned(weight, 4u) && spark_aligned(y, 4u)) {
-        spark_f32_norm_row<true>(x, weight, y, hidden_size, eps);
+    spark_f32_norm(input, weight, output, blockIdx.x, hidden_size, eps);
+}
+
+// What a drafter reads of T tokens in one launch: rms_norm_vanilla of `embed` [T, H], and spark_rms_norm_f32 of `streams`
+// [T, hc, H]. Grid (T (hc + 1)), block min(H, 1024): of hc + 1 blocks the first has the token's row.
+extern "C" __global__ void spark_rms_norm_both(const __nv_bfloat16* embed, const __nv_bfloat16* embed_weight,
+                                               __nv_bfloat16* embed_out, const float* streams,
+                                               const __nv_bfloat16* stream_weight, __nv_bfloat16* streams_out,
+                                               unsigned int hidden_size, unsigned int hc_mult, float eps) {
+    spark_let_next_start();
+    const size_t token = blockIdx.x / (hc_mult + 1u);
+    const unsigned stream = blockIdx.x % (hc_mult + 1u);
+    if (stream > 0u) {
+        spark_wait_for_previous();
+        spark_f32_norm(streams, stream_weight, streams_out, token * hc_mult + stream - 1u, hidden_size, eps);
+        return;
+    }
+    const __nv_bfloat16* x = embed + token * hidden_size;
+    __nv_bfloat16* y = embed_out + token * hidden_size;
+    if (spark_aligned(x, 4u) && spark_aligned(embed_weight, 4u) && spark_aligned(y, 4u)) {
+        spark_rms_norm_row<true, false>(x, embed_weight, y, nullptr, hidden_size, eps);
     } else {
-        spark_f32_norm_row<false>(x, weight, y, hidden_size, eps);
+        spark_rms_norm_row<false, false>(x, embed_weight, y, nullptr, hidden_size, eps);
     }
 }

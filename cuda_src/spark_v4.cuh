@@ -8,13 +8,24 @@ constexpr unsigned V4_MAX_HEAD_DIM = 512u;
 constexpr unsigned V4_MAX_PAIRS = V4_MAX_HEAD_DIM / 2u;
 constexpr unsigned V4_WIDTH = 8u;  // elements of a vector: 16 bytes of BF16, 8 of E4M3
 
-// turns[i] = (cos, sin) of position / theta^(2 i / rope_dim) for the pairs i < rope_dim / 2, by the threads of a block;
-// the angle is FP64 up to its cast, as in rope_forward. `inverse` turns the other way. A barrier has to follow.
-__device__ __forceinline__ void v4_turns(float2* turns, unsigned position, unsigned rope_dim, float theta,
-                                         bool inverse) {
+// 1 / theta^(2 pair / rope_dim), in FP64. It takes a while and depends on no other kernel's results: a kernel computes that
+// of pair threadIdx.x before it waits for the one before it.
+__device__ __forceinline__ double v4_frequency(unsigned pair, unsigned rope_dim, float theta) {
+    const double exponent = static_cast<double>(2u * pair) / static_cast<double>(rope_dim);
+    return 1.0 / pow(static_cast<double>(theta), exponent);
+}
+
+__device__ __forceinline__ double v4_own_frequency(unsigned rope_dim, float theta) {
+    return threadIdx.x < rope_dim / 2u ? v4_frequency(threadIdx.x, rope_dim, theta) : 0.0;
+}
+
+// turns[i] = (cos, sin) of position / theta^(2 i / rope_dim) for the pairs i < rope_dim / 2, by the threads of a block, of
+// which each has its `own` frequency; the angle is FP64 up to its cast, as in rope_forward. `inverse` turns the other way.
+// A barrier has to follow.
+__device__ __forceinline__ void v4_turns(float2* turns, unsigned position, unsigned rope_dim, float theta, bool inverse,
+                                         double own) {
     for (unsigned pair = threadIdx.x; pair < rope_dim / 2u; pair += blockDim.x) {
-        const double exponent = static_cast<double>(2u * pair) / static_cast<double>(rope_dim);
-        const double frequency = 1.0 / pow(static_cast<double>(theta), exponent);
+        const double frequency = pair == threadIdx.x ? own : v4_frequency(pair, rope_dim, theta);
         const float angle = static_cast<float>(static_cast<double>(position) * frequency);
         const float s = sinf(angle);
         turns[pair] = make_float2(cosf(angle), inverse ? -s : s);

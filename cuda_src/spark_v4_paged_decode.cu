@@ -2,7 +2,8 @@
 // Module spark_v4_paged_decode: DeepSeek-V4's attention of one query row a sequence over a paged pool of latent rows.
 //
 // All query heads share one head of the cache, and a row of the pool is its key and its value both, so a warp reads
-// each row once for both uses and for two query heads. Order of the sums, which depends on the sequence alone: eight
+// each row once for both uses. A block has one query head: with two, rows would be read half as often, but a single
+// sequence would keep half as many multiprocessors busy. Order of the sums, which depends on the sequence alone: eight
 // warps take contiguous chunks of ceil(visible / 8) positions, four positions at a time; a score is each lane's
 // products in ascending order, then the tree 16, 8, 4, 2, 1; warps are merged in ascending order, the sink last.
 // Products of a score are exact, so fmaf there only saves an instruction; in the sums over positions it also saves a
@@ -15,7 +16,7 @@
 #include "spark_v4.cuh"
 
 constexpr unsigned DECODE_WARPS = 8u;
-constexpr unsigned DECODE_HEADS = 2u;  // of a block, in every warp
+constexpr unsigned DECODE_HEADS = 1u;  // of a block, in every warp
 constexpr unsigned DECODE_AHEAD = 4u;  // rows in flight
 constexpr float DECODE_LOWEST = -1.0e30f;
 
@@ -59,7 +60,7 @@ struct Partial {
     float2 turns[V4_MAX_PAIRS];
 };
 
-// Two heads across the lanes of a warp: lane l owns the vectors of eight elements l, l + 32, ... of each.
+// The heads of a block across the lanes of a warp: lane l owns the vectors of eight elements l, l + 32, ... of each.
 template <typename Rows, unsigned VECTORS>
 struct Heads {
     static constexpr unsigned PER = VECTORS * V4_WIDTH;
@@ -233,7 +234,7 @@ __device__ __forceinline__ void decode(const __nv_bfloat16* Q, const Element* po
                                        const int* block_tables, const int* seq_lens, const unsigned* positions,
                                        const float* sinks, unsigned max_blocks_per_seq, unsigned num_heads,
                                        unsigned head_dim, unsigned rope_dim, unsigned block_size, float inv_sqrt_d,
-                                       float theta, unsigned sliding_window) {
+                                       float theta, unsigned sliding_window, double own) {
     __shared__ Partial partial;
     const size_t sequence = blockIdx.y;
     const int length = seq_lens[sequence];
@@ -245,11 +246,11 @@ __device__ __forceinline__ void decode(const __nv_bfloat16* Q, const Element* po
     const unsigned first = blockIdx.x * DECODE_HEADS;
     const unsigned live = num_heads - first < DECODE_HEADS ? num_heads - first : DECODE_HEADS;
     const size_t start = (sequence * num_heads + first) * head_dim;
-    // The last head of an odd number is computed twice and stored once.
+    // A head that is not there is computed as the first and not stored.
     const size_t second = live == DECODE_HEADS ? head_dim : 0u;
     const Walk walk = {block_tables + sequence * max_blocks_per_seq, 0u, block_size};
     const typename Rows::Vector* rows = reinterpret_cast<const typename Rows::Vector*>(pool);
-    v4_turns(partial.turns, positions[sequence], rope_dim, theta, true);
+    v4_turns(partial.turns, positions[sequence], rope_dim, theta, true, own);
     if (head_dim <= V4_WIDTH * SPARK_WARP) {
         attend<Rows, 1u>(Q + start, second, rows, walk, begin, end, head_dim, inv_sqrt_d, partial);
     } else {
@@ -275,7 +276,7 @@ __device__ __forceinline__ void decode(const __nv_bfloat16* Q, const Element* po
 // and the last rope_dim elements of the sum turned by the angle of -positions[seq], the query's position. A sink has no
 // value: it is in the denominator alone; without sinks (NULL) that term is gone. A sequence of length 0 (or less)
 // leaves its rows of O as they are. Q and O packed [seqs, num_heads, head_dim], pool [blocks, block_size, head_dim];
-// position p in block block_tables[seq, p / block_size]. Grid (ceil(num_heads / 2), seqs), block 256. head_dim a
+// position p in block block_tables[seq, p / block_size]. Grid (num_heads, seqs), block 256. head_dim a
 // multiple of 8, 512 at most; rope_dim even, head_dim at most; Q and pool on 16-byte addresses, O on a 4-byte address.
 extern "C" __global__ void __launch_bounds__(256)
     spark_v4_paged_decode(const __nv_bfloat16* Q, const __nv_bfloat16* pool, __nv_bfloat16* O, const int* block_tables,
@@ -284,9 +285,10 @@ extern "C" __global__ void __launch_bounds__(256)
                           unsigned int rope_dim, unsigned int block_size, float inv_sqrt_d, float theta,
                           unsigned int sliding_window) {
     spark_let_next_start();
+    const double own = v4_own_frequency(rope_dim, theta);
     spark_wait_for_previous();
     decode<Bf16Rows>(Q, pool, O, block_tables, seq_lens, positions, sinks, max_blocks_per_seq, num_heads, head_dim,
-                     rope_dim, block_size, inv_sqrt_d, theta, sliding_window);
+                     rope_dim, block_size, inv_sqrt_d, theta, sliding_window, own);
 }
 
 // The same over a pool of E4M3 with a scale of 1, on an 8-byte address. The values of a BF16 pool give the same bits.
@@ -297,7 +299,8 @@ extern "C" __global__ void __launch_bounds__(256)
                               unsigned int head_dim, unsigned int rope_dim, unsigned int block_size, float inv_sqrt_d,
                               float theta, unsigned int sliding_window) {
     spark_let_next_start();
+    const double own = v4_own_frequency(rope_dim, theta);
     spark_wait_for_previous();
     decode<E4m3Rows>(Q, pool, O, block_tables, seq_lens, positions, sinks, max_blocks_per_seq, num_heads, head_dim,
-                     rope_dim, block_size, inv_sqrt_d, theta, sliding_window);
+                     rope_dim, block_size, inv_sqrt_d, theta, sliding_window, own);
 }

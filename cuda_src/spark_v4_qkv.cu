@@ -100,18 +100,19 @@ extern "C" __global__ void __launch_bounds__(256)
     spark_v4_q_norm_rope(__nv_bfloat16* q, const unsigned int* positions, unsigned int heads, unsigned int head_dim,
                          unsigned int rope_dim, float eps, float theta) {
     spark_let_next_start();
+    const double own = v4_own_frequency(rope_dim, theta);
     spark_wait_for_previous();
     __shared__ float2 turns[V4_MAX_PAIRS];
     const size_t row = blockIdx.x;
-    const unsigned own = blockIdx.y * QUERY_HEADS + threadIdx.x / SPARK_WARP;
+    const unsigned mine = blockIdx.y * QUERY_HEADS + threadIdx.x / SPARK_WARP;
     // Warps past the last head work on it too, and store nothing: all reach the barrier.
-    const __nv_bfloat16* x = q + (row * heads + (own < heads ? own : heads - 1u)) * head_dim;
+    const __nv_bfloat16* x = q + (row * heads + (mine < heads ? mine : heads - 1u)) * head_dim;
     V4Head head(x, nullptr, head_dim, eps);
-    v4_turns(turns, positions[row], rope_dim, theta, false);
+    v4_turns(turns, positions[row], rope_dim, theta, false, own);
     __syncthreads();
     head.turn(turns, head_dim - rope_dim);
-    if (own < heads) {
-        head.store(q + (row * heads + own) * head_dim);
+    if (mine < heads) {
+        head.store(q + (row * heads + mine) * head_dim);
     }
 }
 
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(256)
 template <typename Element>
 __device__ __forceinline__ void assemble(const __nv_bfloat16* kv, const __nv_bfloat16* weight,
                                          const unsigned* positions, Element* pool, const long long* slot_mapping,
-                                         unsigned head_dim, unsigned rope_dim, float eps, float theta) {
+                                         unsigned head_dim, unsigned rope_dim, float eps, float theta, double own) {
     __shared__ float2 turns[V4_MAX_PAIRS];
     const size_t row = blockIdx.x;
     const long long slot = slot_mapping[row];
@@ -128,7 +129,7 @@ __device__ __forceinline__ void assemble(const __nv_bfloat16* kv, const __nv_bfl
         return;
     }
     V4Head head(kv + row * head_dim, weight, head_dim, eps);
-    v4_turns(turns, positions[row], rope_dim, theta, false);
+    v4_turns(turns, positions[row], rope_dim, theta, false, own);
     __syncthreads();
     head.turn(turns, head_dim - rope_dim);
     head.store(pool + static_cast<size_t>(slot) * head_dim);
@@ -140,8 +141,9 @@ extern "C" __global__ void __launch_bounds__(32)
                          __nv_bfloat16* pool, const long long* slot_mapping, unsigned int head_dim,
                          unsigned int rope_dim, float eps, float theta) {
     spark_let_next_start();
+    const double own = v4_own_frequency(rope_dim, theta);
     spark_wait_for_previous();
-    assemble(kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta);
+    assemble(kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta, own);
 }
 
 // The same into a pool of E4M3 with a scale of 1, the rotated tail too. Grid (rows), block 32.
@@ -150,6 +152,59 @@ extern "C" __global__ void __launch_bounds__(32)
                              unsigned char* pool, const long long* slot_mapping, unsigned int head_dim,
                              unsigned int rope_dim, float eps, float theta) {
     spark_let_next_start();
+    const double own = v4_own_frequency(rope_dim, theta);
     spark_wait_for_previous();
-    assemble(kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta);
+    assemble(kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta, own);
+}
+
+// Queries and the row of the cache in one launch: the blocks of the last y have the row, all others eight heads each.
+template <typename Element>
+__device__ __forceinline__ void queries_and_row(__nv_bfloat16* q, unsigned heads, const __nv_bfloat16* kv,
+                                                const __nv_bfloat16* weight, const unsigned* positions, Element* pool,
+                                                const long long* slot_mapping, unsigned head_dim, unsigned rope_dim,
+                                                float eps, float theta, double own) {
+    __shared__ float2 turns[V4_MAX_PAIRS];
+    const size_t row = blockIdx.x;
+    const unsigned warp = threadIdx.x / SPARK_WARP;
+    const bool of_query = blockIdx.y + 1u < gridDim.y;
+    const unsigned mine = blockIdx.y * QUERY_HEADS + warp;
+    // Warps past the last head, or the row's first warp, work on it too, and store nothing: all reach the barrier.
+    __nv_bfloat16* query = q + (row * heads + (of_query && mine < heads ? mine : heads - 1u)) * head_dim;
+    const __nv_bfloat16* x = of_query ? query : kv + row * head_dim;
+    V4Head head(x, of_query ? nullptr : weight, head_dim, eps);
+    v4_turns(turns, positions[row], rope_dim, theta, false, own);
+    __syncthreads();
+    head.turn(turns, head_dim - rope_dim);
+    if (of_query) {
+        if (mine < heads) {
+            head.store(query);
+        }
+        return;
+    }
+    const long long at = slot_mapping[row];
+    if (warp == 0u && at >= 0) {
+        head.store(pool + static_cast<size_t>(at) * head_dim);
+    }
+}
+
+// spark_v4_q_norm_rope and spark_v4_kv_assemble. Grid (rows, ceil(heads / 8) + 1), block 256.
+extern "C" __global__ void __launch_bounds__(256)
+    spark_v4_q_and_kv(__nv_bfloat16* q, const __nv_bfloat16* kv, const __nv_bfloat16* weight,
+                      const unsigned int* positions, __nv_bfloat16* pool, const long long* slot_mapping,
+                      unsigned int heads, unsigned int head_dim, unsigned int rope_dim, float eps, float theta) {
+    spark_let_next_start();
+    const double own = v4_own_frequency(rope_dim, theta);
+    spark_wait_for_previous();
+    queries_and_row(q, heads, kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta, own);
+}
+
+// The same with spark_v4_kv_assemble_fp8. Grid (rows, ceil(heads / 8) + 1), block 256.
+extern "C" __global__ void __launch_bounds__(256)
+    spark_v4_q_and_kv_fp8(__nv_bfloat16* q, const __nv_bfloat16* kv, const __nv_bfloat16* weight,
+                          const unsigned int* positions, unsigned char* pool, const long long* slot_mapping,
+                          unsigned int heads, unsigned int head_dim, unsigned int rope_dim, float eps, float theta) {
+    spark_let_next_start();
+    const double own = v4_own_frequency(rope_dim, theta);
+    spark_wait_for_previous();
+    queries_and_row(q, heads, kv, weight, positions, pool, slot_mapping, head_dim, rope_dim, eps, theta, own);
 }

@@ -14,10 +14,11 @@ extern "C" __global__ void spark_v4_rope(__nv_bfloat16* x, const unsigned int* p
                                          unsigned int head_dim, unsigned int rope_dim, float theta,
                                          unsigned int inverse) {
     spark_let_next_start();
+    const double own = v4_own_frequency(rope_dim, theta);
     spark_wait_for_previous();
     __shared__ float2 turns[V4_MAX_PAIRS];
     const size_t row = blockIdx.x;
-    v4_turns(turns, positions[row], rope_dim, theta, inverse != 0u);
+    v4_turns(turns, positions[row], rope_dim, theta, inverse != 0u, own);
     __syncthreads();
     const unsigned pairs = rope_dim / 2u;
     const unsigned first = blockIdx.y * ROPE_HEADS;

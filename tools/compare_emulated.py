@@ -35,6 +35,8 @@ ORDER = {
     "spark_gemv_rows": 2.0**-16,
     "spark_fp8_gemv_rows": 2.0**-16,
     "spark_w4a16_gemv_rows": 2.0**-16,
+    "spark_w8a16_rows": 2.0**-16,
+    "spark_mxfp4_experts": 2.0**-16,
     "spark_paged_decode_split": 2.0**-14,
 }
 """Modules whose sums are a tensor core's, in an order and with a last bit of its own; for sums that cancel ulps say

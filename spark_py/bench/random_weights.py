@@ -169,7 +169,7 @@ def v4_weights(make: RandomWeights, shapes: V4Shapes, mode: str = "mxfp4") -> V4
         wq_b=projection(a.q_size, a.q_lora_rank),
         wkv=projection(a.head_dim, h),
         kv_norm=make.tensor(a.head_dim),
-        wo_a=make.tensor(out, a.group_size),
+        wo_a=projection(out, a.group_size),
         wo_b=projection(h, out),
         attn_sink=make.f32(a.num_heads),
     )

@@ -156,12 +156,12 @@ def v4_parts_read(shapes: V4Shapes, vocab: int, mode: str = "mxfp4") -> dict[str
     a, ffn, hyper = shapes.attention, shapes.ffn, shapes.hyper
     h, out = a.hidden_size, a.o_groups * a.o_lora_rank
     each, routed = (2.0, 2.0) if mode == "bf16" else (1.0, _MXFP4_BYTES)
-    attention = each * (a.q_lora_rank * h + a.q_size * a.q_lora_rank + a.head_dim * h + h * out)
+    attention = each * (a.q_lora_rank * h + a.q_size * a.q_lora_rank + a.head_dim * h + out * a.group_size + h * out)
     expert = 3.0 * h * ffn.inter
     mixture = 2.0 * ffn.num_experts * h + each * expert
     return {
         "combiner": Reads(each * 2 * h * h, 0.0),
-        "attention": Reads(attention + 2.0 * out * a.group_size, 2.0 * a.window * a.head_dim),
+        "attention": Reads(attention, 2.0 * a.window * a.head_dim),
         "mixture": Reads(mixture, 0.0, routed * expert, ffn.num_experts, ffn.top_k),
         "connections": Reads(2 * 4.0 * (2 + hyper.hc_mult) * hyper.hc_mult * hyper.hc_mult * h, 0.0),
         "LM head": Reads(2.0 * vocab * h + 4.0 * hyper.hc_mult**2 * h, 0.0),

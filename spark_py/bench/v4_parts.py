@@ -18,6 +18,7 @@ from spark_py.model.layers.deepseek_v4 import (
     V4HyperConnections,
     V4HyperShape,
     V4Layer,
+    V4Norm,
     V4Projection,
     V4Shapes,
 )
@@ -37,7 +38,7 @@ _BLOCK = 16  # rows of a block of the KV cache
 V4_SHAPES: dict[str, V4Shapes] = {
     "v4-flash": V4Shapes(V4AttentionShape(), V4HyperShape(), V4FfnShape()),
     "tiny": V4Shapes(
-        V4AttentionShape(64, 8, 32, 8, 48, 4, 12, 16), V4HyperShape(64, 4, 3), V4FfnShape(64, 8, 2, 32, vocab_size=300)
+        V4AttentionShape(64, 8, 32, 8, 48, 4, 16, 16), V4HyperShape(64, 4, 3), V4FfnShape(64, 8, 2, 32, vocab_size=300)
     ),
 }
 
@@ -96,8 +97,9 @@ class V4Parts:
         self.e_proj.run(self.out, self.row, self.rows, stream)
         rms_norm(gpu, self.norm_k, self.rows_of, w.hnorm, self.out, self.rows * hc, h, eps, stream)
         self.h_proj.run(self.out, self.rows_of, self.rows * hc, stream)
-        residual_add(gpu, self.add_k, self.row, self.rows_of, self.rows * h, stream)
-        self.connections.expand(self.row, self.streams, self.rows, stream)
+        if not self.connections.expand_sum(self.rows_of, self.row, self.streams, self.rows, True, stream):
+            residual_add(gpu, self.add_k, self.row, self.rows_of, self.rows * h, stream)
+            self.connections.expand(self.row, self.streams, self.rows, stream)
 
     def attend(self) -> None:
         """Attention alone."""
@@ -114,9 +116,10 @@ class V4Parts:
 
     def logit(self) -> None:
         """Streams to one row, norm, LM head, argmax."""
-        gpu, stream, h, eps = self.gpu, self.stream, self.shapes.hyper.hidden_size, self.shapes.hyper.norm_eps
-        self.connections.collapse(self.weights.hc_head, self.streams, self.out, self.rows, stream)
-        rms_norm(gpu, self.norm_k, self.out, self.weights.norm, self.out, self.rows, h, eps, stream)
+        gpu, stream, norm = self.gpu, self.stream, V4Norm(self.weights.norm, self.shapes.hyper.norm_eps, self.norm_k)
+        self.connections.collapse_normed(
+            self.weights.hc_head, self.streams, self.out, norm, self.out, self.rows, stream
+        )
         self.head.run(self.out, self.logits, self.rows, stream)
         for row in range(self.rows):
             logits = self.logits.offset(2 * self.vocab * row)

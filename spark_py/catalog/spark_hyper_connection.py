@@ -66,7 +66,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         function="spark_hc_mix",
         params=(
             pointer("streams", "f32", "r", _streams),
-            pointer("fn", "f32", "r", lambda c: (c.rows, c.hc_mult * c.hidden_size)),
+            pointer("fn", "f32", "r", lambda c: (c.rows, c.hc_mult * c.hidden_size), early=True),
             pointer("shares", "f32", "w", _shares(lambda c: int(c.rows))),
             u32("hidden_size"),
             u32("hc_mult"),

@@ -45,7 +45,8 @@ def _tables(prefix: str) -> tuple[ParamSpec, ...]:
     )
 
 
-def _experts(c: Call, prefix: str, ids: Any) -> list[reference.Mxfp4 | None]:
+def experts(c: Call, prefix: str, ids: Any) -> list[reference.Mxfp4 | None]:
+    """Those that `ids` name, of the tables with `prefix`; None for one that is elsewhere."""
     found: list[reference.Mxfp4 | None] = []
     for expert in ids.tolist():
         packed = c.behind(f"{prefix}packed_ptrs", expert)
@@ -56,7 +57,7 @@ def _experts(c: Call, prefix: str, ids: Any) -> list[reference.Mxfp4 | None]:
 def _gate_up(rows: Rows) -> Callable[[Call], None]:
     def run(c: Call) -> None:
         for x, ids, gate_out, up_out in each_row(c, rows, "A", "expert_indices", "gate_out", "up_out"):
-            gate, up = _experts(c, "gate_", ids), _experts(c, "up_", ids)
+            gate, up = experts(c, "gate_", ids), experts(c, "up_", ids)
             gate_out[...], up_out[...] = reference.spark_moe_expert_gate_up_mxfp4(x, gate, up, c.N)
 
     return run
@@ -65,7 +66,7 @@ def _gate_up(rows: Rows) -> Callable[[Call], None]:
 def _silu_down(rows: Rows) -> Callable[[Call], None]:
     def run(c: Call) -> None:
         for gate, up, ids, out in each_row(c, rows, "gate_out", "up_out", "expert_indices", "C"):
-            down = _experts(c, "", ids)
+            down = experts(c, "", ids)
             out[...] = reference.spark_moe_expert_silu_down_clamped_mxfp4(gate, up, down, c.N, c.limit)
 
     return run

@@ -14,7 +14,7 @@ from .paged_decode import blocks_in_use, largest_block
 from .spark_v4_qkv import check_head
 from .spec import Call, Dim3, KernelSpec, ceil_div, f32, pointer, u32
 
-HEADS = 2
+HEADS = 1
 LOAD = 16
 FP8_LOAD = 8
 PAIR_BYTES = 4
@@ -80,12 +80,12 @@ def _spec(function: Callable[..., Any], run: Callable[[Call], None], dtype: str,
             f32("theta"),
             u32("sliding_window"),
         ),
-        grid_text="(ceil(num_heads / 2), sequences, 1)",
+        grid_text="(num_heads, sequences, 1)",
         block_text="(256, 1, 1)",
         geometry=_geometry,
         reference=function,
         run=run,
-        shared_bytes=34944,
+        shared_bytes=18496,
         optional=True,
         preconditions=_preconditions,
     )

@@ -6,6 +6,8 @@ As in `reshape_and_cache`, the pool's range is declared from the slots in device
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..reference import spark_v4_qkv as reference
 from .spark_v4_rope import check_rotation
 from .spec import Call, Dim3, KernelSpec, ParamSpec, ceil_div, f32, pointer, u32
@@ -52,6 +54,20 @@ def _kv_assemble_fp8(c: Call) -> None:
     )  # fmt: skip
 
 
+def _q_and_kv(c: Call) -> None:
+    _q_norm_rope(c)
+    _kv_assemble(c)
+
+
+def _q_and_kv_fp8(c: Call) -> None:
+    _q_norm_rope(c)
+    _kv_assemble_fp8(c)
+
+
+def _both_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
+    return (c.grid[0], ceil_div(c.heads, HEADS) + 1, 1), (256, 1, 1), 0
+
+
 def _positions() -> ParamSpec:
     return pointer("positions", "u32", "r", lambda c: (c.grid[0],))
 
@@ -67,6 +83,32 @@ def _assemble_params(dtype: str, align: int) -> tuple[ParamSpec, ...]:
         u32("rope_dim"),
         f32("eps"),
         f32("theta"),
+    )
+
+
+def _both(function: str, dtype: str, align: int, run: Callable[[Call], None]) -> KernelSpec:
+    kv, weight, positions, pool, slot_mapping, *numbers = _assemble_params(dtype, align)
+    return KernelSpec(
+        module="spark_v4_qkv",
+        function=function,
+        params=(
+            pointer("q", "bf16", "rw", lambda c: (c.grid[0], c.heads, c.head_dim), align=LOAD),
+            kv,
+            weight,
+            positions,
+            pool,
+            slot_mapping,
+            u32("heads"),
+            *numbers,
+        ),
+        grid_text="(rows, ceil(heads / 8) + 1, 1)",
+        block_text="(256, 1, 1)",
+        geometry=_both_geometry,
+        reference=reference.spark_v4_q_norm_rope,
+        run=run,
+        shared_bytes=2048,
+        optional=True,
+        preconditions=check_head,
     )
 
 
@@ -118,4 +160,6 @@ KERNELS: tuple[KernelSpec, ...] = (
         optional=True,
         preconditions=check_head,
     ),
+    _both("spark_v4_q_and_kv", "bf16", LOAD, _q_and_kv),
+    _both("spark_v4_q_and_kv_fp8", "u8", WIDTH, _q_and_kv_fp8),
 )

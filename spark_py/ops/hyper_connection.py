@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
-from ._args import Weight, count, epsilon, weight_ptr
+from ._args import Weight, count, epsilon, multiple_of, weight_ptr
 
 MAX_STREAMS = 4
 BLOCK, WARP = 256, 32
 SHARES = BLOCK // WARP
 MIX_BLOCK = 64
 ELEMENTS = 4 * BLOCK
+FUSED_STEP = 64
+"""What hidden_size must be a multiple of for the kernels of `spark_hc_norm`."""
 SPREAD_TOKENS = 64
 """Up to so many tokens a token is spread over many blocks; more tokens than that fill a GPU with a block each, which
 reads the streams once instead of once a row."""
@@ -40,13 +42,18 @@ class HyperConnectionKernels:
     pre_finish: KernelHandle
     head_finish: KernelHandle
     spread_post: KernelHandle
+    expand_sum: KernelHandle
+    pre_norm: KernelHandle
+    head_norm: KernelHandle
 
     @classmethod
     def of(cls, gpu: GpuBackend) -> HyperConnectionKernels:
         """Resolve them; the engine's four are required, and an error of `GpuBackend.kernel` where one is missing."""
         needed = [gpu.kernel("hyper_connection", name) for name in ("hc_expand", "hc_pre", "hc_post", "hc_head")]
         own = ("spark_hc_mix", "spark_hc_pre_finish", "spark_hc_head_finish", "spark_hc_post")
-        return cls(*needed, *(gpu.try_kernel("spark_hyper_connection", name) for name in own))
+        spread = (gpu.try_kernel("spark_hyper_connection", name) for name in own)
+        fused = ("spark_hc_expand_sum", "spark_hc_pre_norm", "spark_hc_head_norm")
+        return cls(*needed, *spread, *(gpu.try_kernel("spark_hc_norm", name) for name in fused))
 
 
 def shares_bytes(num_tokens: int, hc_mult: int) -> int:
@@ -203,3 +210,94 @@ def hc_head(
     launch.arg_ptr(weight_ptr(head_scale)).arg_ptr(weight_ptr(head_base)).arg_ptr(y_out)
     launch.arg_u32(hidden_size).arg_u32(_streams(hc_mult)).arg_f32(epsilon(norm_eps)).arg_f32(epsilon(hc_eps))
     launch.launch(stream)
+
+
+def fits_fused(num_tokens: int, hidden_size: int, *kernels: KernelHandle) -> bool:
+    """Whether launches of `spark_hc_norm`, whose kernels these are, do: they are there, and hidden_size fits."""
+    return _spread(num_tokens, *kernels) and hidden_size % FUSED_STEP == 0
+
+
+def hc_expand_sum(
+    gpu: GpuBackend,
+    kernels: HyperConnectionKernels,
+    own: DevicePtr,
+    common: DevicePtr,
+    streams: DevicePtr,
+    num_tokens: int,
+    hidden_size: int,
+    hc_mult: int,
+    apart: bool,
+    stream: StreamLike,
+) -> None:
+    """streams FP32 [T, hc, H] = bf16(own + common): own BF16 [T, hc, H] where `apart`, else [T, H] for all streams;
+    common BF16 [T, H]. The bits of `residual_add` and `hc_expand`. hidden_size is a multiple of 64."""
+    multiple_of("hidden_size", hidden_size, FUSED_STEP, "the fused kernels have whole warps")
+    grid = (div_ceil(hidden_size, ELEMENTS), _streams(hc_mult), count("num_tokens", num_tokens))
+    launch = KernelLaunch(gpu, kernels.expand_sum).grid(grid).block((BLOCK, 1, 1))
+    launch.arg_ptr(own).arg_ptr(common).arg_ptr(streams)
+    launch.arg_u32(hidden_size).arg_u32(hc_mult).arg_u32(int(apart)).launch(stream)
+
+
+def hc_pre_norm(
+    gpu: GpuBackend,
+    kernels: HyperConnectionKernels,
+    streams: DevicePtr,
+    hc_fn: Weight,
+    hc_scale: Weight,
+    hc_base: Weight,
+    weight: Weight,
+    output: DevicePtr,
+    post_out: DevicePtr,
+    comb_out: DevicePtr,
+    num_tokens: int,
+    hidden_size: int,
+    hc_mult: int,
+    sinkhorn_iters: int,
+    norm_eps: float,
+    hc_eps: float,
+    eps: float,
+    stream: StreamLike,
+    *,
+    shares: DevicePtr,
+) -> None:
+    """`hc_pre`, and `rms_norm` of its y_out with `weight` BF16 [H] and eps: output BF16 [T, H]. Two launches with the
+    bits of three. hidden_size is a multiple of 64."""
+    multiple_of("hidden_size", hidden_size, FUSED_STEP, "the fused kernels have whole warps")
+    rows = mix_rows(_streams(hc_mult))
+    count("sinkhorn_iters", sinkhorn_iters)
+    _mix(gpu, kernels.mix, streams, hc_fn, shares, num_tokens, hidden_size, hc_mult, rows, stream)
+    launch = KernelLaunch(gpu, kernels.pre_norm).grid((2, num_tokens, 1)).block((min(hidden_size, 1024), 1, 1))
+    launch.arg_ptr(streams).arg_ptr(shares).arg_ptr(weight_ptr(hc_scale)).arg_ptr(weight_ptr(hc_base))
+    launch.arg_ptr(weight_ptr(weight)).arg_ptr(output).arg_ptr(post_out).arg_ptr(comb_out)
+    launch.arg_u32(hidden_size).arg_u32(hc_mult).arg_u32(sinkhorn_iters)
+    launch.arg_f32(epsilon(norm_eps)).arg_f32(epsilon(hc_eps)).arg_f32(epsilon(eps)).launch(stream)
+
+
+def hc_head_norm(
+    gpu: GpuBackend,
+    kernels: HyperConnectionKernels,
+    streams: DevicePtr,
+    head_fn: Weight,
+    head_scale: Weight,
+    head_base: Weight,
+    weight: Weight,
+    y_out: DevicePtr,
+    output: DevicePtr,
+    num_tokens: int,
+    hidden_size: int,
+    hc_mult: int,
+    norm_eps: float,
+    hc_eps: float,
+    eps: float,
+    stream: StreamLike,
+    *,
+    shares: DevicePtr,
+) -> None:
+    """`hc_head`, and `rms_norm` of its y_out with `weight` BF16 [H] and eps: output BF16 [T, H]. Two launches with the
+    bits of three. hidden_size is a multiple of 64."""
+    multiple_of("hidden_size", hidden_size, FUSED_STEP, "the fused kernels have whole warps")
+    _mix(gpu, kernels.mix, streams, head_fn, shares, num_tokens, hidden_size, _streams(hc_mult), hc_mult, stream)
+    launch = KernelLaunch(gpu, kernels.head_norm).grid((num_tokens, 1, 1)).block((min(hidden_size, 1024), 1, 1))
+    launch.arg_ptr(streams).arg_ptr(shares).arg_ptr(weight_ptr(head_scale)).arg_ptr(weight_ptr(head_base))
+    launch.arg_ptr(weight_ptr(weight)).arg_ptr(y_out).arg_ptr(output).arg_u32(hidden_size).arg_u32(hc_mult)
+    launch.arg_f32(epsilon(norm_eps)).arg_f32(epsilon(hc_eps)).arg_f32(epsilon(eps)).launch(stream)

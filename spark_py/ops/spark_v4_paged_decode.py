@@ -12,7 +12,7 @@ from ._args import count, finite
 from .spark_v4_qkv import check_address, check_head
 
 BLOCK = 256
-HEADS = 2
+HEADS = 1
 BF16_LOAD = 16
 FP8_LOAD = 8
 PAIR_BYTES = 4

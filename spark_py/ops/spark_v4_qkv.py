@@ -152,3 +152,33 @@ def spark_v4_kv_assemble_fp8(
     _assemble(
         gpu, kernel, kv, norm_weight, positions, pool, WIDTH, slot_mapping, rows, head_dim, rope_dim, eps, theta, stream
     )
+
+
+def spark_v4_q_and_kv(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    q: DevicePtr,
+    kv: DevicePtr,
+    norm_weight: Weight,
+    positions: DevicePtr,
+    pool: DevicePtr,
+    slot_mapping: DevicePtr,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    rope_dim: int,
+    eps: float,
+    theta: float,
+    stream: StreamLike,
+) -> None:
+    """`spark_v4_q_norm_rope` of q and `spark_v4_kv_assemble` of kv in one launch, with their bits. `kernel` is
+    `spark_v4_qkv::spark_v4_q_and_kv`, or with `_fp8` for a pool of E4M3 bytes as `spark_v4_kv_assemble_fp8` has it."""
+    check_head(head_dim, rope_dim, theta)
+    weight = weight_ptr(norm_weight)
+    pool_step = WIDTH if kernel.name.endswith("_fp8") else LOAD
+    for name, ptr, step in (("q", q, LOAD), ("kv", kv, LOAD), ("norm_weight", weight, LOAD), ("pool", pool, pool_step)):
+        check_address(name, ptr, step)
+    grid = (count("rows", rows), div_ceil(count("heads", heads), QUERY_HEADS) + 1, 1)
+    launch = KernelLaunch(gpu, kernel).grid(grid).block((QUERY_BLOCK, 1, 1)).arg_ptr(q).arg_ptr(kv).arg_ptr(weight)
+    launch.arg_ptr(positions).arg_ptr(pool).arg_ptr(slot_mapping).arg_u32(heads).arg_u32(head_dim).arg_u32(rope_dim)
+    launch.arg_f32(epsilon(eps)).arg_f32(theta).launch(stream)

@@ -25,6 +25,13 @@ def decode_e8m0(scales: U8Array) -> F32Array:
     return np.where(scales == 0xFF, np.float32(np.nan), bits.view(np.float32))
 
 
+def mxfp4_values(packed: U8Array, scales: U8Array) -> F32Array:
+    """The weights: FP32 [N, K], infinite where they are not below 2^128."""
+    with np.errstate(all="ignore"):
+        values: F32Array = codes(packed) * np.repeat(decode_e8m0(scales), CHUNK, axis=1)
+    return values
+
+
 def mxfp4_products(x: F32Array, packed: U8Array, scales: U8Array) -> F32Array:
     """x[m] . w[n]: FP32 [M, K] gives FP32 [M, N], in the order of every MXFP4 kernel.
 

@@ -30,7 +30,7 @@ _RMS_CU = "return rsqrtf(hc_total(shares, rows) / static_cast<float>(n) + norm_e
 _MEAN_PY = "mean = totals[:, -1:] / np.float32(size) + np.float32(norm_eps)"
 _WEIGHT_CU = "hc_sigmoid(hc_total(shares, lane) * r * scale + base[lane]) + hc_eps;"
 _WEIGHT_PY = "return sigmoid(mixes * scale + base) + np.float32(hc_eps)"
-_TAIL_CU = "for (; quad < quads; quad += HC_BLOCK) {"
+_TAIL_CU = "for (size_t quad = thread + MIX_DEEP * HC_BLOCK; quad < quads; quad += HC_BLOCK) {"
 _HEAD_WEIGHTS_CU = "hc_inverse_rms(shares, HC, n, norm_eps), scale[0], base, hc_eps,"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -200,7 +200,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _MIX,
         "elements past whole turns left out",
-        cu=Patch(_SPARK, _TAIL_CU, "for (; quad + HC_BLOCK < quads; quad += HC_BLOCK) {"),
+        cu=Patch(_SPARK, _TAIL_CU, _TAIL_CU.replace("; quad <", "; quad + HC_BLOCK <")),
     ),
     Mutant(
         _MIX,

@@ -17,7 +17,7 @@ _SOFTPLUS_CU = "fmaxf(l, 0.0f) + log1pf(expf(-fabsf(l)))"
 _SOFTPLUS_PY = "floor + np.log1p(np.exp(-np.abs(logits)))"
 _INDICES_PY = "indices = largest_first(scores + bias, top_k)"
 _CHOSEN_PY = "chosen = np.take_along_axis(scores, indices.astype(np.intp), axis=1)"
-_SCORE_CU = "lane < k ? sqrt_softplus(spark_load(logits + chosen)) : 0.0f"
+_SCORE_CU = "lane < k ? scores[chosen] : 0.0f"
 _SUM_CU = "if (!(sum <= SQRT_SMALLEST_SUM)) {"
 _SUM_PY = "total <= np.float32(SMALLEST_SUM)"
 _KNOWN_CU = "entry >= 0 && entry < static_cast<long long>(num_experts)"
@@ -63,15 +63,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "the bias left out of the choice",
         cu=Patch(
             _CU,
-            "sqrt_softplus(spark_load(logits + expert)) + bias[expert]",
-            "sqrt_softplus(spark_load(logits + expert))",
+            "sqrt_key(scores[expert] + bias[expert])",
+            "sqrt_key(scores[expert])",
         ),
         py=Patch(_PY, _INDICES_PY, "indices = largest_first(scores, top_k)"),
     ),
     Mutant(
         _ONE,
         "the bias in the weights",
-        cu=Patch(_CU, _SCORE_CU, _SCORE_CU.replace("chosen))", "chosen)) + bias[chosen]")),
+        cu=Patch(_CU, _SCORE_CU, _SCORE_CU.replace("[chosen]", "[chosen] + bias[chosen]")),
         py=Patch(_PY, _CHOSEN_PY, _CHOSEN_PY.replace("(scores,", "(scores + bias,")),
     ),
     Mutant(
@@ -89,7 +89,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _ONE,
         "the 32 last experts left out",
-        cu=Patch(_CU, "if (expert < experts) {", "if (expert < experts && i + 1u < SQRT_PER_LANE) {"),
+        cu=Patch(_CU, "if (expert < experts) {", "if (expert < experts && expert < SQRT_MAX_EXPERTS - SPARK_WARP) {"),
     ),
     Mutant(
         _BATCHED,

@@ -24,6 +24,7 @@ _VANILLA_CU = "spark_rms_norm<false>(input, weight, output, nullptr, hidden_size
 _VANILLA_PY = "return to_bf16(values * inverse_rms(values, eps) * to_f32(weight))"
 _FUSED = "spark_residual_add_rms_norm_vanilla::spark_residual_add_rms_norm_vanilla"
 _FUSED_CU, _FUSED_PY = "spark_residual_add_rms_norm_vanilla.cu", "spark_residual_add_rms_norm_vanilla.py"
+_TWO = "spark_rms_norm_f32::spark_rms_norm_both"
 _WIDE, _WIDE_CU, _WIDE_PY = "spark_rms_norm_f32::spark_rms_norm_f32", "spark_rms_norm_f32.cu", "spark_rms_norm_f32.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -252,5 +253,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "every row is the first",
         cu=Patch(_WIDE_CU, "const float* x = input + start;", "const float* x = input;"),
         py=Patch(_WIDE_PY, "return to_bf16(x * inverse", "return to_bf16(x[:1] * inverse"),
+    ),
+    Mutant(
+        _TWO,
+        "streams by the embedding's weight",
+        cu=Patch(_WIDE_CU, "spark_f32_norm(streams, stream_weight, ", "spark_f32_norm(streams, embed_weight, "),
+    ),
+    Mutant(
+        _TWO,
+        "tokens' streams over each other",
+        cu=Patch(_WIDE_CU, "token * hc_mult + stream - 1u, hidden", "token + stream - 1u, hidden"),
+    ),
+    Mutant(
+        _TWO,
+        "the first token's embedding",
+        cu=Patch(_WIDE_CU, "embed + token * hidden_size;", "embed + 0u * token;"),
     ),
 )

@@ -20,7 +20,7 @@ _SUMS_PY = "sums = folding_sum(weights[:, :, None] * values[:, None, :])"
 _VALUE_CU = "fmaf(score[h][j], x[i], output[h][v * V4_WIDTH + i]);"
 _TURN_CU = "y = v4_turn(y.x, y.y, partial.turns[pair - tail]);"
 _TURN_PY = "mixed[:, start:] = rotate(mixed[None, :, start:], own, theta, inverse=True)[0]"
-_TABLE_CU = "v4_turns(partial.turns, positions[sequence], rope_dim, theta, true);"
+_TABLE_CU = "v4_turns(partial.turns, positions[sequence], rope_dim, theta, true, own);"
 _EMPTY_CU = "    if (length <= 0) {\n        return;\n    }\n"
 _EMPTY_PY = "        if length <= 0:\n            continue\n"
 _READ_PY = "_decode(query, pool, from_e4m3, output, block_tables, seq_lens, positions, sinks, *numbers)"
@@ -100,8 +100,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         _WIDE,
-        "the sink of a block's first head for both",
-        cu=Patch(_CU, "sinks + first + h);", "sinks + first);"),
+        "the first head's sink for all",
+        cu=Patch(_CU, "sinks + first + h);", "sinks + h);"),
     ),
     Mutant(
         _WIDE,
@@ -146,7 +146,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _WIDE,
         "another base",
-        cu=Patch(_CU, _TABLE_CU, _TABLE_CU.replace("theta", "theta * 16.0f")),
+        cu=Patch(_CU, _TABLE_CU, _TABLE_CU.replace("own", "own / 16.0")),
         py=Patch(_PY, _TURN_PY, _TURN_PY.replace("theta", "theta * 16")),
     ),
     Mutant(
@@ -196,7 +196,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "older sums not faded when the maximum grows",
         cu=Patch(_CU, "output[h][i] = output[h][i] * faded;", "output[h][i] = output[h][i] * 1.0f;"),
     ),
-    Mutant(_WIDE, "both heads of a block from the first query", cu=Patch(_CU, "(q + h * second)", "(q)")),
+    Mutant(
+        _WIDE,
+        "the query of the head before",
+        cu=Patch(_CU, "(q + h * second)", "(q + h * second - (blockIdx.x > 0u ? head_dim : 0u))"),
+    ),
     Mutant(
         _WIDE,
         "warps merged before all of them are done",

@@ -9,6 +9,7 @@ _CU, _CUH, _PY = "spark_v4_qkv.cu", "spark_v4.cuh", "spark_v4_qkv.py"
 _QUERY = "spark_v4_qkv::spark_v4_q_norm_rope"
 _ROW = "spark_v4_qkv::spark_v4_kv_assemble"
 _FP8 = "spark_v4_qkv::spark_v4_kv_assemble_fp8"
+_BOTH = "spark_v4_qkv::spark_v4_q_and_kv"
 
 _NORMED_CU = "values[v][i] = weight != nullptr && vector(v) < vectors ? n * w[i] : n;"
 _NORMED_PY = "    normed[..., start:] = rotate("
@@ -61,7 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _QUERY,
         "the first elements turned instead of the last",
-        cu=Patch(_CU, "head.turn(turns, head_dim - rope_dim);\n    if (own", "head.turn(turns, 0u);\n    if (own"),
+        cu=Patch(_CU, "head.turn(turns, head_dim - rope_dim);\n    if (mine", "head.turn(turns, 0u);\n    if (mine"),
         py=Patch(
             _PY,
             "normed[..., start:] = rotate(normed[..., start:], positions, theta)",
@@ -71,7 +72,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _QUERY,
         "warps past the last head store it again",
-        cu=Patch(_CU, "    if (own < heads) {\n        head.store(", "    if (own <= heads) {\n        head.store("),
+        cu=Patch(_CU, "    if (mine < heads) {\n        head.store(", "    if (mine <= heads) {\n        head.store("),
     ),
     Mutant(
         _ROW,
@@ -136,5 +137,18 @@ MUTANTS: tuple[Mutant, ...] = (
         _FP8 + "@far",
         "32-bit address",
         cu=Patch(_CU, _SLOT_CU, "pool + static_cast<unsigned>(slot) * head_dim"),
+    ),
+    *(
+        Mutant(
+            check,
+            name,
+            cu=Patch(_CU, old, new),
+        )
+        for check in (_BOTH, _BOTH + "_fp8")
+        for name, old, new in (
+            ("the row without its weight", "of_query ? nullptr : weight, head_dim", "nullptr, head_dim"),
+            ("the row's place by its number", "pool + static_cast<size_t>(at) * head_dim", "pool + row * head_dim"),
+            ("queries of the first row", "q + (row * heads + (of_query", "q + (0u * row + (of_query"),
+        )
     ),
 )

@@ -71,7 +71,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _CHECK,
         "frequencies over head_dim",
-        cu=Patch(_CU, "v4_turns(turns, positions[row], rope_dim,", "v4_turns(turns, positions[row], head_dim,"),
+        cu=Patch(
+            _CU,
+            "const double own = v4_own_frequency(rope_dim, theta);",
+            "const double own = v4_own_frequency(head_dim, theta);",
+        ),
     ),
     Mutant(
         _CHECK,

@@ -24,8 +24,10 @@ from spark_py.testing import (
     download,
     f64,
     normal,
+    run_case,
     upload,
 )
+from spark_py.testing.cases import cases_of
 from spark_py.testing.cases.spark_v4_qkv import E4M3, NORM, SHAPES, draw_positions, draw_rows, draw_slots
 
 from . import v4_oracle
@@ -128,6 +130,42 @@ def test_bf16_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 def test_fp8_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
     check_fp8(gpu, rng)
+
+
+def check_both(gpu: GpuBackend, rng: np.random.Generator, function: str, row_function: str) -> None:
+    """Every case, and the bits of the two kernels that it stands for."""
+    spec = catalog.CATALOG[MODULE, function]
+    for case in cases_of(spec):
+        wrong = run_case(gpu, spec, case, rng)
+        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+    narrow = row_function == ROW_FP8
+    for rows, heads, size, rope_dim in SHAPES:
+        q, kv, positions = draw_rows(rng, rows, heads, size), draw_rows(rng, rows, size), draw_positions(rng, rows)
+        weight, slots, capacity = normal(rng, size), draw_slots(rng, rows, rows + 2), rows + 2
+        before = rng.integers(0, 256, (capacity, size), np.uint8) if narrow else any_bits(rng, capacity, size)
+        query, pool = Output(gpu, q.shape, content=q), Output(gpu, before.shape, before.dtype, before)
+        ops.spark_v4_q_and_kv(
+            gpu, gpu.kernel(MODULE, function), query.ptr, upload(gpu, kv), upload(gpu, weight), upload(gpu, positions),
+            pool.ptr, upload(gpu, slots), rows, heads, size, rope_dim, EPS, 1e4, gpu.default_stream(),
+        )  # fmt: skip
+        assert_same_bits(query.read(), queries(gpu, q, positions, rope_dim), f"queries {q.shape}")
+        expected = assemble(gpu, row_function, kv, weight, positions, before, slots, rope_dim)
+        assert_same_bits(pool.read(), expected, f"pool {q.shape}")
+
+
+@checks(f"{MODULE}::spark_v4_q_and_kv")
+def check_both_bf16(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    check_both(gpu, rng, "spark_v4_q_and_kv", ROW)
+
+
+@checks(f"{MODULE}::spark_v4_q_and_kv_fp8")
+def check_both_fp8(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    check_both(gpu, rng, "spark_v4_q_and_kv_fp8", ROW_FP8)
+
+
+def test_queries_and_a_row_in_one_launch(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    check_both_bf16(gpu, rng)
+    check_both_fp8(gpu, rng)
 
 
 def test_a_query_and_a_row_of_the_same_numbers_are_the_same(gpu: GpuBackend, rng: np.random.Generator) -> None:

@@ -181,7 +181,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "experts in formats of their own": ("formats", "deepseek_v4_upload", "if all(plan.format", "if any(plan.format"),
     "MXFP4 experts to BF16": ("sizes", "deepseek_v4_upload", "found |= {plan.name for plan in block}", "pass"),
     "projections to BF16": ("sizes", "deepseek_v4_upload", "is_block_scaled(store, plan) and", "False and"),
-    "wo_a stays FP8": ("sizes", "deepseek_v4_names", "a.group_size), Kind.DENSE)", "a.group_size), Kind.MATRIX)"),
+    "wo_a to BF16": ("sizes", "deepseek_v4_names", "a.group_size), Kind.GROUPED", "a.group_size), Kind.DENSE"),
     "any shape": ("wrong_tensors", "deepseek_v4_upload", "if plan.shape != tensor.shape:", "if False:"),
     "a router in any format": ("wrong_tensors", "deepseek_v4_upload", "(Kind.PLAIN, Kind.F32) and", "(Kind.F32,) and"),
     "tables on trust": ("target", "deepseek_v4_upload", "check_hash_table(table, config.num_experts)", "pass"),

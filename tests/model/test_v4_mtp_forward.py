@@ -14,6 +14,7 @@ from spark_py.model.levers import ModelLevers
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.kv_cache import KvCacheDtype
 from spark_py.testing import BF16, Array, f64
+from tests.model.mtp_forms import hide
 from tests.model.support import relative_l2
 from tests.model.v4_mtp_support import MODES, Oracle, Rig, Text, equal_streams, make_rig
 
@@ -118,6 +119,21 @@ def test_equal_streams_make_the_modes_agree_and_unequal_ones_differ(gpu: GpuBack
     for one, other in zip(*found["unequal"], strict=True):
         assert one != other
     assert found["equal"][0] == found["unequal"][1], "the collapsed mode reads one row, and that is the same"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_set_without_the_fused_kernels_gives_the_same_bits(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, mode: HiddenMode
+) -> None:
+    rig = make_rig(gpu, rng, mode)
+    stack, found = rig.a_stack(rng), list[Any]()
+    for fused in (True, False):
+        if not fused:
+            hide(monkeypatch, gpu, "spark_hc_norm", function="spark_rms_norm_f32::spark_rms_norm_both")
+            rig = make_rig(gpu, rng, mode, arrays=rig.arrays)
+        rig.propose(rig.state(), 7, stack, 1, 1)
+        found.append((rig.logits().tobytes(), rig.streams().tobytes(), rig.hidden().tobytes()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("graph", [False, True])

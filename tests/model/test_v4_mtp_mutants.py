@@ -75,7 +75,7 @@ class Mutant:
 
 
 HEAD, FORWARD, NEW, UNDO = DeepseekV4MtpHead, DeepseekV4MtpForward, DeepseekV4MtpNew, _Undo
-SPREAD = "residual_add(gpu, self.residual_add_k, b.h_branch, b.spread, rows * hc * h, stream)"
+SUM = "self.connections.expand_sum(b.h_branch, "
 KEYS = "own.last_pair_key = own.base_pair_key"
 MUTANTS = [
     Mutant("position one more", MtpHeadPick, "_upload_meta", "position, self", "position + 1, self",
@@ -93,22 +93,21 @@ MUTANTS = [
     Mutant("streams taken for BF16", FORWARD, "_write_fed_rows", "self.h * 4 if", "self.h * 2 if", fed(REFERENCE, 130)),
     Mutant("window one less", V4Attention, "_attend", "shape.window,", "shape.window - 1,", WINDOW),
     Mutant("window one more", V4Attention, "_attend", "shape.window,", "shape.window + 1,", WINDOW),
-    Mutant("reference mode chains on the collapsed row", FORWARD, "_forward_row", "# 6. Final norm",
-           "self.connections.expand(h_out, combiner.streams, 1, stream)\n    #", chain(REFERENCE)),
-    Mutant("the same in a graph", FORWARD, "_forward_row", "# 6. Final norm",
-           "self.connections.expand(h_out, combiner.streams, 1, stream)\n    #", chain(REFERENCE, graph=True)),
+    Mutant("reference mode chains on the collapsed row", FORWARD, "_forward_row", "self._lm_head(",
+           "self.connections.expand(h_out, combiner.streams, 1, stream); self._lm_head(", chain(REFERENCE)),
+    Mutant("the same in a graph", FORWARD, "_forward_row", "self._lm_head(",
+           "self.connections.expand(h_out, combiner.streams, 1, stream); self._lm_head(", chain(REFERENCE, graph=True)),
     Mutant("collapsed mode chains behind the final norm", FORWARD, "chain_source", "if self.levers.chain_postnorm",
            "if True", chain(COLLAPSED)),
     Mutant("later drafts go on from the target's", HEAD, "_propose_by_steps", "draft, self.chain_source(ctx, stacked)",
            "draft, source", chain(REFERENCE)),
     Mutant("later drafts embed the first token", HEAD, "_propose_by_steps", "current_token, current_source = draft,",
            "current_token, current_source = token,", chain(COLLAPSED)),
-    Mutant("the embedding on one stream alone", FORWARD, "_combine", "for s in range(hc)", "for s in range(1)",
+    Mutant("no embedding", FORWARD, "_combine", f"{SUM}b.h_in", f"{SUM}b.h_branch", draft(REFERENCE)),
+    Mutant("the first stream for all", FORWARD, "_combine", "b.streams, rows, True", "b.streams, rows, False",
            draft(REFERENCE)),
-    Mutant("no embedding", FORWARD, "_combine", SPREAD, "", draft(REFERENCE)),
-    Mutant("the first stream for all", FORWARD, "_combine", "self.connections.widen(b.h_branch, b.streams",
-           "self.connections.expand(b.h_branch, b.streams", draft(REFERENCE)),
-    Mutant("norms exchanged", FORWARD, "_combine", "self.module.enorm", "self.module.hnorm", draft(COLLAPSED)),
+    Mutant("norms exchanged", FORWARD, "_combine", "embed, self.module.enorm", "embed, self.module.hnorm",
+           draft(COLLAPSED)),
     Mutant("no final norm", FORWARD, "_forward_row", "buf.norm_output(), buf.logits()", "h_out, buf.logits()",
            draft(COLLAPSED)),
     Mutant("no row stays", MtpStates, "after_verify", "keep = rows_to_keep(", "keep = 0 * rows_to_keep(",

@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "head_dim": 32,
     "qk_rope_head_dim": 8,
     "q_lora_rank": 48,
-    "o_lora_rank": 12,
+    "o_lora_rank": 16,
     "o_groups": 4,
     "sliding_window": 12,
     "n_routed_experts": 6,

@@ -103,9 +103,8 @@ def assert_block(gpu: GpuBackend, block: V4BlockWeights, tensors: files.Tensors,
     for part in ("attn", "ffn"):
         assert_matrix(gpu, getattr(block.layer, f"{part}_norm"), tensors, f"{prefix}{part}_norm.weight")
         assert_hyper(gpu, getattr(block.layer, f"hc_{part}"), tensors, f"{prefix}hc_{part}")
-    for part in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_b"):
+    for part in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b"):
         assert_matrix(gpu, getattr(attention, part), tensors, f"{prefix}attn.{part}.weight")
-    assert_matrix(gpu, attention.wo_a, tensors, f"{prefix}attn.wo_a.weight", dense=True)
     assert_exact(gpu, attention.attn_sink, tensors, f"{prefix}attn.attn_sink")
     assert_matrix(gpu, ffn.router.gate, tensors, f"{prefix}ffn.gate.weight")
     assert ffn.router.is_hash is hashed
@@ -182,9 +181,6 @@ def check_sizes(loader: Loader, gpu: GpuBackend, folder: Path) -> None:
         if dtype is D.F8_E8M0:
             weight = tensors[name.removesuffix("scale") + "weight"][1]
             stored[name] = array.size * (4 if weight is D.F8_E4M3 else 1)
-    wo_a = f"{MTP}attn.wo_a."
-    stored[f"{wo_a}weight"] *= 2
-    stored.pop(f"{wo_a}scale")
     with opened(folder, tensors) as store:
         loader.mtp(store, files.config(), gpu)
         assert store.total_bytes() == sum(stored.values())

@@ -21,6 +21,7 @@ import numpy as np
 from ...ops.residual_add import residual_add
 from ...ops.rms_norm_vanilla import rms_norm
 from ...ops.spark_rms_norm_f32 import rms_norm as stream_norm
+from ...ops.spark_rms_norm_f32 import rms_norm_both
 from ...runtime.gpu import DevicePtr, StreamLike
 from ...runtime.scratch import ScratchRegion
 from ..layer import AttnMetadataDev, ForwardContext
@@ -93,31 +94,39 @@ class DeepseekV4MtpForward(DeepseekV4MtpNew, MtpHeadPick):
         self._combine(combiner, source, stacked, 1, stream)
         # 4. Body: connections, attention, which writes the row, and experts, on the streams in place.
         self.body.decode(combiner.streams, meta, stream)
-        # 5. The streams as one row.
-        h_out = buf.hidden_states()
-        self.connections.collapse(self.module.hc_head, combiner.streams, h_out, 1, stream)
-        # 6. Final norm and shared LM head.
-        self._rms_norm(h_out, self.module.norm, buf.norm_output(), 1, stream)
+        # 5. and 6. The streams as one row, final norm and shared LM head.
+        h_out, normed = buf.hidden_states(), buf.norm_output()
+        self.connections.collapse_normed(self.module.hc_head, combiner.streams, h_out, self.norm, normed, 1, stream)
         if logits:
-            self._lm_head(buf.norm_output(), buf.logits(), stream)
+            self._lm_head(normed, buf.logits(), stream)
 
     def _combine(self, b: CombinerBuffers, source: DevicePtr, stacked: bool, rows: int, stream: StreamLike) -> None:
         """b.streams of b.embed and `source`, which is not read after the second norm: it may be `b.h_in` or
         `b.streams`, which are written later."""
         gpu, h, hc = self.gpu, self.h, self.hc_mult
-        self._rms_norm(b.embed, self.module.enorm, b.normed_embed, rows, stream)
         if not stacked:
+            self._rms_norm(b.embed, self.module.enorm, b.normed_embed, rows, stream)
             self._rms_norm(source, self.module.hnorm, b.normed_hidden, rows, stream)
-            self.e_proj.run(b.normed_embed, b.h_in, rows, stream)
-            self.h_proj.run(b.normed_hidden, b.h_branch, rows, stream)
+            self.e_proj.run_beside(self.h_proj, b.normed_embed, b.h_in, rows, b.normed_hidden, b.h_branch, rows, stream)
+            if self.connections.expand_sum(b.h_in, b.h_branch, b.streams, rows, False, stream):
+                return
             residual_add(gpu, self.residual_add_k, b.h_in, b.h_branch, rows * h, stream)
             self.connections.expand(b.h_in, b.streams, rows, stream)
             return
-        hnorm = self.module.hnorm
-        stream_norm(gpu, self.stream_norm_k, source, hnorm, b.normed_hidden, rows * hc, h, self.eps, stream)
-        self.e_proj.run(b.normed_embed, b.h_in, rows, stream)
-        self.h_proj.run(b.normed_hidden, b.h_branch, rows * hc, stream)
+        enorm, hnorm = self.module.enorm, self.module.hnorm
+        if both := self.norm_both_k:
+            rms_norm_both(
+                gpu, both, b.embed, enorm, b.normed_embed, source, hnorm, b.normed_hidden, rows, h, hc, self.eps, stream
+            )
+        else:
+            self._rms_norm(b.embed, enorm, b.normed_embed, rows, stream)
+            stream_norm(gpu, self.stream_norm_k, source, hnorm, b.normed_hidden, rows * hc, h, self.eps, stream)
+        self.e_proj.run_beside(
+            self.h_proj, b.normed_embed, b.h_in, rows, b.normed_hidden, b.h_branch, rows * hc, stream
+        )
         # The embedding's branch is the same for all streams of a row.
+        if self.connections.expand_sum(b.h_branch, b.h_in, b.streams, rows, True, stream):
+            return
         row_bytes = h * BF16_BYTES
         for s in range(hc):
             target = b.spread.offset(s * row_bytes)

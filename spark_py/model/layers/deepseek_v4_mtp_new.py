@@ -16,7 +16,7 @@ from ...runtime.sizes import count
 from ..config import ModelConfig
 from ..levers import ModelLevers
 from ..weight_map import DenseWeight
-from .deepseek_v4 import V4Attention, V4Ffn, V4HyperConnections, V4Layer, V4MtpWeights, V4Projection, V4Shapes
+from .deepseek_v4 import V4Attention, V4Ffn, V4HyperConnections, V4Layer, V4MtpWeights, V4Norm, V4Projection, V4Shapes
 from .hidden_mode import HiddenMode
 from .mtp_head.life import MtpHeadLife
 from .mtp_head.new import BF16_BYTES, KV_BLOCK_SIZE
@@ -133,7 +133,9 @@ class DeepseekV4MtpNew(MtpHeadLife):
         gpu, shapes, module, block = self.gpu, self.shapes, self.module, self.module.block
         # V4 ships plain norm weights: the kernel of weights minus one would apply 1 + w.
         self.rms_norm_k = gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
+        self.norm = V4Norm(module.norm, self.eps, self.rms_norm_k)
         self.stream_norm_k = gpu.kernel("spark_rms_norm_f32", "spark_rms_norm_f32")
+        self.norm_both_k = gpu.try_kernel("spark_rms_norm_f32", "spark_rms_norm_both")
         self.dense_gemv_k = gpu.kernel("gemv", "dense_gemv_bf16")
         self.spark_gemv_rows_k = gpu.try_kernel("spark_gemv_rows", "spark_gemv_rows")
         self.residual_add_k = gpu.kernel("residual_add", "bf16_residual_add")

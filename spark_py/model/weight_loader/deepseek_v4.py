@@ -53,8 +53,9 @@ def has_v4_mtp(store: WeightStore, config: ModelConfig) -> bool:
 def load_v4_mtp_weights(store: WeightStore, config: ModelConfig, gpu: GpuBackend) -> V4MtpWeights:
     """Upload and check the tensors under `mtp.0.`; the store owns them. Nothing is uploaded first and refused then.
 
-    Block-scaled E4M3 projections and MXFP4 experts stay so; wo_a becomes BF16, exactly, and so does all else that is
-    no F32 parameter. The router is always learned: a table under the module's prefix is refused.
+    Block-scaled E4M3 projections and MXFP4 experts stay so; all else that is no F32 parameter becomes BF16, exactly,
+    wo_a too where o_lora_rank is no multiple of 16. The router is always learned: a table under the module's prefix is
+    refused.
 
     MissingWeightError lists every tensor that is not there. UnsupportedError names a DSpark drafter, more modules than
     one, and tensors under the prefix that a module cannot take into account; a WeightFormatError a quantised tensor
@@ -174,7 +175,7 @@ def _block_weights(loaded: V4Loaded, shapes: V4Shapes, prefix: str, hashed: bool
             wq_b=loaded.matrix(f"{prefix}attn.wq_b.weight"),
             wkv=loaded.matrix(f"{prefix}attn.wkv.weight"),
             kv_norm=dense("attn.kv_norm.weight"),
-            wo_a=dense("attn.wo_a.weight"),
+            wo_a=loaded.grouped(f"{prefix}attn.wo_a.weight"),
             wo_b=loaded.matrix(f"{prefix}attn.wo_b.weight"),
             attn_sink=loaded.address(f"{prefix}attn.attn_sink"),
         ),

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ...ops.spark_w8a16_rows import TILE
 from ...runtime.errors import WeightFormatError
 from ...runtime.weights import WeightStore
 from ..layers.deepseek_v4 import V4Shapes
@@ -36,6 +37,7 @@ class Kind(Enum):
     PLAIN = "BF16, in the files too, or F32, which is rounded"
     DENSE = "BF16, in the files in any format"
     MATRIX = "as stored where that is block-scaled E4M3 or MXFP4, else BF16"
+    GROUPED = "as stored where that is block-scaled E4M3, else BF16"
     EXPERT = "as stored where that is MXFP4, else BF16"
     F32 = "F32; BF16 is widened"
     TABLE = "I64"
@@ -124,7 +126,7 @@ def block_tensors(shapes: V4Shapes, prefix: str, hashed: bool) -> list[V4Tensor]
             ("attn.wq_b.weight", (a.q_size, a.q_lora_rank), Kind.MATRIX),
             ("attn.wkv.weight", (a.head_dim, h), Kind.MATRIX),
             ("attn.kv_norm.weight", (a.head_dim,), Kind.PLAIN),
-            ("attn.wo_a.weight", (out, a.group_size), Kind.DENSE),
+            ("attn.wo_a.weight", (out, a.group_size), Kind.GROUPED if a.o_lora_rank % TILE == 0 else Kind.DENSE),
             ("attn.wo_b.weight", (h, out), Kind.MATRIX),
             ("attn.attn_sink", (a.num_heads,), Kind.F32),
             ("ffn.gate.weight", (ffn.num_experts, h), Kind.PLAIN),

@@ -55,6 +55,12 @@ class V4Loaded:
         kind = Mxfp4Weight if plan.format is WeightFormat.MXFP4 else Fp8Weight
         return kind(self.address(name), self.store.get(plan.scale).ptr, *plan.shape)
 
+    def grouped(self, name: str) -> DenseWeight | Fp8Weight:
+        """A matrix of `Kind.GROUPED`."""
+        weight = self.matrix(name)
+        assert not isinstance(weight, Mxfp4Weight)
+        return weight
+
 
 @dataclass(frozen=True)
 class V4Plans:
@@ -121,7 +127,7 @@ class V4Plans:
         for name, plan in self.plans.items():
             if self.kinds[name] is Kind.EXPERT:
                 experts.setdefault(name.partition(".experts.")[0], []).append(plan)
-            elif self.kinds[name] is Kind.MATRIX and _stays(self.store, plan):
+            elif _stays(self.store, plan, self.kinds[name]):
                 found.add(plan.name)
         for block in experts.values():
             if all(plan.format is WeightFormat.MXFP4 for plan in block):
@@ -129,9 +135,11 @@ class V4Plans:
         return frozenset(found)
 
 
-def _stays(store: WeightStore, plan: WeightPlan) -> bool:
+def _stays(store: WeightStore, plan: WeightPlan, kind: Kind) -> bool:
     if plan.format is WeightFormat.MXFP4:
-        return True
+        return kind is Kind.MATRIX
+    if kind not in (Kind.MATRIX, Kind.GROUPED):
+        return False
     return is_block_scaled(store, plan) and plan.shape[1] % _FP8_STEP == 0
 
 

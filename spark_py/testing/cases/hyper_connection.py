@@ -22,7 +22,18 @@ UNIT = 2.0**-24
 SUBJECT = "hyper-connection maths"
 
 # (tokens, hidden_size, hc_mult): quads that end early, rows off 16 bytes, one stream, V4's size.
-SHAPES = ((1, 1, 4), (3, 5, 3), (2, 64, 4), (3, 33, 4), (2, 130, 2), (2, 7, 1), (2, 1030, 4), (1, 4096, 4), (2, 515, 3))
+SHAPES = (
+    (1, 1, 4),
+    (3, 5, 3),
+    (2, 64, 4),
+    (3, 33, 4),
+    (2, 130, 2),
+    (2, 7, 1),
+    (2, 1030, 4),
+    (1, 4096, 4),
+    (1, 4100, 4),
+    (2, 515, 3),
+)
 
 
 def chain(size: int) -> int:
@@ -268,7 +279,9 @@ def _from_totals(c: Call) -> tuple[Array, Array]:
     return totals[:, :-1] * r, size[:, :-1] * r * 12 * UNIT
 
 
-def _finished_pre(part: int) -> Callable[[Call], tuple[Array, Array]]:
+def finished_pre(part: int) -> Callable[[Call], tuple[Array, Array]]:
+    """Part 0, 1 or 2 of what spark_hc_pre_finish gives in FP64, and how far off FP32 may be."""
+
     def oracle(c: Call) -> tuple[Array, Array]:
         hc = c.hc_mult
         m, off = _from_totals(c)
@@ -287,7 +300,8 @@ def _finished_pre(part: int) -> Callable[[Call], tuple[Array, Array]]:
     return oracle
 
 
-def _finished_head(c: Call) -> tuple[Array, Array]:
+def finished_head(c: Call) -> tuple[Array, Array]:
+    """y of spark_hc_head_finish likewise."""
     m, off = _from_totals(c)
     scale, base = f64(c.head_scale)[0], f64(c.head_base)
     off = np.abs(scale) * off + 4 * UNIT * (np.abs(m * scale) + np.abs(base))
@@ -345,8 +359,8 @@ SPARK_CASES: Mapping[str, tuple[Case, ...]] = {
     ),
     "spark_hc_pre_finish": _with(
         _pre_cases(_on_y, _from_shares("hc_fn")),
-        _bounds_of({"y_out": _finished_pre(0), "post_out": _finished_pre(1), "comb_out": _finished_pre(2)}),
+        _bounds_of({"y_out": finished_pre(0), "post_out": finished_pre(1), "comb_out": finished_pre(2)}),
     ),
-    "spark_hc_head_finish": _with(_head_cases(_on_y, _from_shares("head_fn")), _bounds_of({"y_out": _finished_head})),
+    "spark_hc_head_finish": _with(_head_cases(_on_y, _from_shares("head_fn")), _bounds_of({"y_out": finished_head})),
     "spark_hc_post": _post_cases(_on_y),
 }

@@ -111,6 +111,26 @@ def _cases(narrow: bool) -> tuple[Case, ...]:
     )
 
 
+def _both(narrow: bool) -> tuple[Case, ...]:
+    """Queries and a row of the same shape; the row's draw has what both read."""
+
+    def draw(shape: tuple[int, ...]) -> Draw:
+        return lambda rng: {**_queries(shape)(rng), **_rows(shape, narrow)(rng)}
+
+    return tuple(
+        Case(
+            str(list(shape)),
+            draw(shape),
+            {
+                "pool": _pool(narrow),
+                "q": rounds(lambda c: heads(c, c.q, None)[0], slack=lambda c: heads(c, c.q, None)[1]),
+            },
+            (shape[0], 1, 1),
+        )
+        for shape in SHAPES
+    )
+
+
 CASES: Mapping[str, tuple[Case, ...]] = {
     "spark_v4_q_norm_rope": tuple(
         Case(
@@ -123,4 +143,6 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     ),
     "spark_v4_kv_assemble": _cases(False),
     "spark_v4_kv_assemble_fp8": _cases(True),
+    "spark_v4_q_and_kv": _both(False),
+    "spark_v4_q_and_kv_fp8": _both(True),
 }

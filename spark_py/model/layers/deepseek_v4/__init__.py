@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from .attention import V4Attention, V4AttentionShape, V4AttentionWeights
 from .ffn import V4Ffn
-from .hyper import V4HyperConnections, V4HyperShape, V4HyperWeights
+from .hyper import V4HyperConnections, V4HyperShape, V4HyperWeights, V4Norm
 from .layer import FeedForward, V4Layer, V4LayerWeights
-from .projection import V4Projection, V4Weight
+from .projection import V4GroupedProjection, V4Projection, V4Weight
 from .weights import (
     V4BlockWeights,
     V4ExpertWeights,
@@ -29,12 +29,14 @@ __all__ = [
     "V4Ffn",
     "V4FfnShape",
     "V4FfnWeights",
+    "V4GroupedProjection",
     "V4HyperConnections",
     "V4HyperShape",
     "V4HyperWeights",
     "V4Layer",
     "V4LayerWeights",
     "V4MtpWeights",
+    "V4Norm",
     "V4Projection",
     "V4RouterWeights",
     "V4Shapes",

@@ -17,16 +17,21 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from ....ops.rms_norm_vanilla import rms_norm
-from ....ops.spark_v4_grouped_gemv import spark_v4_grouped_gemv
 from ....ops.spark_v4_paged_decode import spark_v4_paged_decode, spark_v4_paged_decode_fp8
-from ....ops.spark_v4_qkv import check_head, spark_v4_kv_assemble, spark_v4_kv_assemble_fp8, spark_v4_q_norm_rope
+from ....ops.spark_v4_qkv import (
+    check_head,
+    spark_v4_kv_assemble,
+    spark_v4_kv_assemble_fp8,
+    spark_v4_q_and_kv,
+    spark_v4_q_norm_rope,
+)
 from ....runtime.errors import InvalidArgumentError, UnsupportedError
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ....runtime.kv_cache import KvCacheDtype, KvScales, PagedKvCache
 from ....runtime.sizes import count
 from ...layer import AttnMetadataDev
-from ...weight_map import DenseWeight
-from .projection import V4Projection, V4Weight
+from ...weight_map import DenseWeight, Fp8Weight
+from .projection import V4GroupedProjection, V4Projection, V4Weight
 from .scratch import OwnedBuffers
 
 __all__ = ["V4Attention", "V4AttentionShape", "V4AttentionWeights"]
@@ -88,8 +93,8 @@ class V4AttentionWeights:
     """Under the checkpoint's names; h hidden_size, n heads of d, r q_lora_rank, g groups of l = o_lora_rank.
 
     wq_a [r, h], q_norm [r], wq_b [n * d, r], wkv [d, h], kv_norm [d], wo_a [g * l, n * d / g], wo_b [h, g * l]; norms
-    are used as they are. attn_sink is the address of FP32 [n]. Norms and wo_a, which is one launch for all groups, are
-    BF16; each other matrix has a format of its own.
+    are used as they are, BF16. attn_sink is the address of FP32 [n]. Each matrix has a format of its own; wo_a is BF16
+    or E4M3: one launch for all groups.
     """
 
     wq_a: V4Weight
@@ -97,7 +102,7 @@ class V4AttentionWeights:
     wq_b: V4Weight
     wkv: V4Weight
     kv_norm: DenseWeight
-    wo_a: DenseWeight
+    wo_a: DenseWeight | Fp8Weight
     wo_b: V4Weight
     attn_sink: DevicePtr
 
@@ -151,9 +156,12 @@ class V4Attention:
         )
         self._norm_k = gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
         self._q_norm_rope_k = gpu.kernel("spark_v4_qkv", "spark_v4_q_norm_rope")
+        self._q_and_kv_k = gpu.try_kernel("spark_v4_qkv", f"spark_v4_q_and_kv{narrow}")
         self._assemble_k = gpu.kernel("spark_v4_qkv", f"spark_v4_kv_assemble{narrow}")
         self._decode_k = gpu.kernel("spark_v4_paged_decode", f"spark_v4_paged_decode{narrow}")
-        self._grouped_k = gpu.kernel("spark_v4_grouped_gemv", "spark_v4_grouped_gemv")
+        self._wo_a = V4GroupedProjection(
+            weights.wo_a, shape.o_groups, shape.o_lora_rank, shape.group_size, gpu, f"{name}.wo_a"
+        )
         row_elements = {
             "q_latent": shape.q_lora_rank,
             "q": shape.q_size,
@@ -190,8 +198,14 @@ class V4Attention:
         """
         rows = self._scratch.check_rows(meta.num_seqs)
         self._check_scales()
-        self._queries(x, meta, rows, stream)
-        self._write_row(x, meta, rows, stream)
+        # Both read x alone.
+        self._wq_a.run_with(self._wkv, x, self._scratch["q_latent"], self._scratch["kv"], rows, stream)
+        self._queries(rows, stream)
+        if self._q_and_kv_k:
+            self._rotate_all(meta, rows, stream)
+        else:
+            self._rotate_queries(meta, rows, stream)
+            self._write_row(meta, rows, stream)
         self._attend(meta, rows, stream)
         self._project_out(output, rows, stream)
 
@@ -200,22 +214,33 @@ class V4Attention:
         and num_seqs are read."""
         rows = self._scratch.check_rows(meta.num_seqs)
         self._check_scales()
-        self._write_row(x, meta, rows, stream)
+        self._wkv.run(x, self._scratch["kv"], rows, stream)
+        self._write_row(meta, rows, stream)
 
-    def _queries(self, x: DevicePtr, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
+    def _queries(self, rows: int, stream: StreamLike) -> None:
         shape, weights, gpu = self.shape, self.weights, self.gpu
         latent, q, rank = self._scratch["q_latent"], self._scratch["q"], shape.q_lora_rank
-        self._wq_a.run(x, latent, rows, stream)
         rms_norm(gpu, self._norm_k, latent, weights.q_norm, latent, rows, rank, shape.norm_eps, stream)
         self._wq_b.run(latent, q, rows, stream)
-        spark_v4_q_norm_rope(
-            gpu, self._q_norm_rope_k, q, meta.positions, rows, shape.num_heads, shape.head_dim, shape.rope_dim,
+
+    def _rotate_all(self, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
+        """`_rotate_queries` and `_write_row`, with their bits."""
+        shape, scratch = self.shape, self._scratch
+        spark_v4_q_and_kv(
+            self.gpu, self._q_and_kv_k, scratch["q"], scratch["kv"], self.weights.kv_norm, meta.positions,
+            self.kv_cache.k_pool_ptr(self.kv_layer), meta.slot, rows, shape.num_heads, shape.head_dim, shape.rope_dim,
             shape.norm_eps, shape.rope_theta, stream,
         )  # fmt: skip
 
-    def _write_row(self, x: DevicePtr, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
+    def _rotate_queries(self, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
+        shape = self.shape
+        spark_v4_q_norm_rope(
+            self.gpu, self._q_norm_rope_k, self._scratch["q"], meta.positions, rows, shape.num_heads, shape.head_dim,
+            shape.rope_dim, shape.norm_eps, shape.rope_theta, stream,
+        )  # fmt: skip
+
+    def _write_row(self, meta: AttnMetadataDev, rows: int, stream: StreamLike) -> None:
         shape, kv = self.shape, self._scratch["kv"]
-        self._wkv.run(x, kv, rows, stream)
         assemble = spark_v4_kv_assemble_fp8 if self._fp8 else spark_v4_kv_assemble
         assemble(
             self.gpu, self._assemble_k, kv, self.weights.kv_norm, meta.positions,
@@ -234,11 +259,8 @@ class V4Attention:
         )  # fmt: skip
 
     def _project_out(self, output: DevicePtr, rows: int, stream: StreamLike) -> None:
-        shape, latent = self.shape, self._scratch["o_latent"]
-        spark_v4_grouped_gemv(
-            self.gpu, self._grouped_k, self._scratch["heads_out"], self.weights.wo_a, latent, rows, shape.o_groups,
-            shape.o_lora_rank, shape.group_size, stream,
-        )  # fmt: skip
+        latent = self._scratch["o_latent"]
+        self._wo_a.run(self._scratch["heads_out"], latent, rows, stream)
         self._wo_b.run(latent, output, rows, stream)
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ from ....ops.spark_moe_expert_mxfp4 import (
 )
 from ....ops.spark_moe_expert_silu_down_clamped_bf16 import moe_expert_silu_down_clamped_bf16_rows
 from ....ops.spark_moe_rows import spark_moe_expert_gate_up_shared_bf16_rows
+from ....ops.spark_mxfp4_experts import mxfp4_experts_gate_up, mxfp4_experts_silu_down
 from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
 from ...weight_map import DenseWeight, Mxfp4Weight
 from .scratch import OwnedBuffers
@@ -28,6 +29,7 @@ __all__ = ["RoutedExperts", "routed_experts"]
 _BF16 = 2  # bytes
 _ADDRESS = 8
 _PARTS = ("w1", "w3", "w2")
+_TENSOR = "spark_mxfp4_experts"
 _CLAMPED = "spark_moe_expert_silu_down_clamped"
 
 
@@ -94,15 +96,20 @@ class _Tables:
 
 
 class _Mxfp4:
-    """Two launches; the activation stays FP32."""
+    """Two launches, of `spark_mxfp4_experts` where the set has it; the activation stays FP32."""
 
     with_shared = False
 
     def __init__(self, weights: V4FfnWeights, shape: V4FfnShape, gpu: GpuBackend, max_rows: int, name: str) -> None:
         self._gpu, self._shape = gpu, shape
-        module = "spark_moe_expert_mxfp4"
-        self._gate_up_k = gpu.kernel(module, "spark_moe_expert_gate_up_mxfp4_rows")
-        self._down_k = gpu.kernel(module, f"{_CLAMPED}_mxfp4_rows")
+        tensor = tuple(gpu.try_kernel(_TENSOR, f"{_TENSOR}_{part}") for part in ("gate_up", "silu_down"))
+        self._tensor = all(tensor)
+        if self._tensor:
+            self._gate_up_k, self._down_k = tensor
+        else:
+            module = "spark_moe_expert_mxfp4"
+            self._gate_up_k = gpu.kernel(module, "spark_moe_expert_gate_up_mxfp4_rows")
+            self._down_k = gpu.kernel(module, f"{_CLAMPED}_mxfp4_rows")
         wide = shape.top_k * shape.inter * _BF16
         columns, sizes = ("weight", "weight_scale"), {"gate": wide, "up": wide}
         self._owned = _Tables(weights.experts, columns, gpu, name, max_rows, sizes)
@@ -114,10 +121,10 @@ class _Mxfp4:
         h, inter, k = shape.hidden_size, shape.inter, shape.top_k
         w1, w3, w2 = (Mxfp4Tables(owned.table(part, "weight"), owned.table(part, "weight_scale")) for part in _PARTS)
         gate, up = owned["gate"], owned["up"]
-        moe_expert_gate_up_mxfp4(gpu, self._gate_up_k, x, w1, gate, w3, up, ids, inter, h, k, stream, rows=rows)
-        moe_expert_silu_down_clamped_mxfp4(
-            gpu, self._down_k, gate, up, w2, output, ids, h, inter, k, shape.swiglu_limit, stream, rows=rows
-        )
+        project = mxfp4_experts_gate_up if self._tensor else moe_expert_gate_up_mxfp4
+        down = mxfp4_experts_silu_down if self._tensor else moe_expert_silu_down_clamped_mxfp4
+        project(gpu, self._gate_up_k, x, w1, gate, w3, up, ids, inter, h, k, stream, rows=rows)
+        down(gpu, self._down_k, gate, up, w2, output, ids, h, inter, k, shape.swiglu_limit, stream, rows=rows)
 
     def release(self) -> None:
         self._owned.release()

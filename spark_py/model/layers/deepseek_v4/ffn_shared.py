@@ -15,7 +15,8 @@ _BF16 = 2  # bytes
 
 
 class V4SharedExpert:
-    """W2 (silu(min(W1 x, limit)) * clamp(W3 x, -limit, limit)), four launches; the activation is BF16.
+    """W2 (silu(min(W1 x, limit)) * clamp(W3 x, -limit, limit)), in three launches where W1 and W3 are E4M3, else in
+    four; the activation is BF16.
 
     Errors as V4Projection; nothing stays allocated after one.
     """
@@ -32,8 +33,7 @@ class V4SharedExpert:
     def run(self, x: DevicePtr, output: DevicePtr, rows: int, stream: StreamLike) -> None:
         """output BF16 [rows, h] of x BF16 [rows, h]; they lie apart."""
         gate, up = self._scratch["gate"], self._scratch["up"]
-        self._w1.run(x, gate, rows, stream)
-        self._w3.run(x, up, rows, stream)
+        self._w1.run_with(self._w3, x, gate, up, rows, stream)
         silu_mul_clamped(self._gpu, self._silu_k, gate, up, gate, rows * self._inter, self._limit, stream)
         self._w2.run(gate, output, rows, stream)
 

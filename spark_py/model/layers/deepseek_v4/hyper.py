@@ -14,12 +14,14 @@ from types import TracebackType
 from typing import TypeAlias
 
 from ....ops import hyper_connection as ops
+from ....ops.rms_norm_vanilla import rms_norm
 from ....runtime.errors import InvalidArgumentError
-from ....runtime.gpu import DevicePtr, GpuBackend, StreamLike
+from ....runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ....runtime.sizes import count
+from ...weight_map import DenseWeight
 from .scratch import OwnedBuffers
 
-__all__ = ["Sublayer", "V4HyperConnections", "V4HyperShape", "V4HyperWeights"]
+__all__ = ["Sublayer", "V4HyperConnections", "V4HyperShape", "V4HyperWeights", "V4Norm"]
 
 Sublayer: TypeAlias = Callable[[DevicePtr, DevicePtr], None]
 """Called with y and o, BF16 [rows, hidden_size] each: reads y, which it may overwrite, and writes all of o."""
@@ -68,6 +70,19 @@ class V4HyperWeights:
                 raise InvalidArgumentError(f"{name}_{part}", ptr, "a tensor on the device is needed")
 
 
+@dataclass(frozen=True, slots=True)
+class V4Norm:
+    """A norm of rows with the plain weight BF16 [h], by `kernel`, which is `rms_norm_vanilla`'s."""
+
+    weight: DenseWeight
+    eps: float
+    kernel: KernelHandle
+
+    def run(self, gpu: GpuBackend, x: DevicePtr, y: DevicePtr, rows: int, size: int, stream: StreamLike) -> None:
+        """y of x, BF16 [rows, size] both; they may be one buffer."""
+        rms_norm(gpu, self.kernel, x, self.weight, y, rows, size, self.eps, stream)
+
+
 class V4HyperConnections:
     """The connections of up to `max_rows` tokens, and the scratch for one sublayer at a time.
 
@@ -94,32 +109,68 @@ class V4HyperConnections:
         rows, shape = self._scratch.check_rows(rows), self.shape
         ops.hc_expand(self.gpu, self._kernels, hidden, streams, rows, shape.hidden_size, shape.hc_mult, stream)
 
+    def expand_sum(
+        self, own: DevicePtr, common: DevicePtr, streams: DevicePtr, rows: int, apart: bool, stream: StreamLike
+    ) -> bool:
+        """Start the streams with bf16(own + common), own BF16 [rows, hc_mult, h] where `apart`, else [rows, h] for all
+        streams, common BF16 [rows, h]. False, and nothing done, where the set or the size has no kernel for that."""
+        rows, shape, kernels = self._scratch.check_rows(rows), self.shape, self._kernels
+        h, hc = shape.hidden_size, shape.hc_mult
+        if not ops.fits_fused(rows, h, kernels.expand_sum):
+            return False
+        ops.hc_expand_sum(self.gpu, kernels, own, common, streams, rows, h, hc, apart, stream)
+        return True
+
     def widen(self, rows_of_streams: DevicePtr, streams: DevicePtr, rows: int, stream: StreamLike) -> None:
         """Streams that have a row each, BF16 [rows, hc_mult, h], as FP32."""
         rows, shape = self._scratch.check_rows(rows) * self.shape.hc_mult, self.shape
         ops.hc_expand(self.gpu, self._kernels, rows_of_streams, streams, rows, shape.hidden_size, 1, stream)
 
     def around(
-        self, weights: V4HyperWeights, streams: DevicePtr, sublayer: Sublayer, rows: int, stream: StreamLike
+        self,
+        weights: V4HyperWeights,
+        streams: DevicePtr,
+        sublayer: Sublayer,
+        rows: int,
+        stream: StreamLike,
+        norm: V4Norm | None = None,
     ) -> None:
-        """The streams after `sublayer`, in place. It must not use this object's connections itself, and its launches
-        belong on `stream`. Where it raises, the streams are as they were."""
-        y, shape, buffers = self.enter(weights, streams, rows, stream), self.shape, self._scratch
+        """The streams after `sublayer`, in place, which reads y normalised where there is a norm. It must not use this
+        object's connections itself, and its launches belong on `stream`. Where it raises, the streams are as they
+        were."""
+        y, shape, buffers = self.enter(weights, streams, rows, stream, norm), self.shape, self._scratch
         o, post, comb = (buffers[name] for name in ("sublayer_out", "post", "comb"))
         sublayer(y, o)
         ops.hc_post(
             self.gpu, self._kernels, o, streams, post, comb, streams, rows, shape.hidden_size, shape.hc_mult, stream
         )
 
-    def enter(self, weights: V4HyperWeights, streams: DevicePtr, rows: int, stream: StreamLike) -> DevicePtr:
+    def enter(
+        self,
+        weights: V4HyperWeights,
+        streams: DevicePtr,
+        rows: int,
+        stream: StreamLike,
+        norm: V4Norm | None = None,
+    ) -> DevicePtr:
         """What `around` gives a sublayer to read, BF16 [rows, h]: scratch of this object, until it is used again."""
-        rows, shape, buffers = self._scratch.check_rows(rows), self.shape, self._scratch
-        y, post, comb = (buffers[name] for name in ("sublayer_in", "post", "comb"))
-        ops.hc_pre(
-            self.gpu, self._kernels, streams, weights.fn, weights.scale, weights.base, y, post, comb, rows,
-            shape.hidden_size, shape.hc_mult, shape.sinkhorn_iters, shape.norm_eps, shape.hc_eps, stream,
-            shares=buffers["shares"],
+        rows, shape, buffers, kernels = self._scratch.check_rows(rows), self.shape, self._scratch, self._kernels
+        y, post, comb, shares = (buffers[name] for name in ("sublayer_in", "post", "comb", "shares"))
+        h, hc, iters, norm_eps, hc_eps = (
+            shape.hidden_size, shape.hc_mult, shape.sinkhorn_iters, shape.norm_eps, shape.hc_eps
         )  # fmt: skip
+        if norm is not None and ops.fits_fused(rows, h, kernels.mix, kernels.pre_norm):
+            ops.hc_pre_norm(
+                self.gpu, kernels, streams, weights.fn, weights.scale, weights.base, norm.weight, y, post, comb, rows,
+                h, hc, iters, norm_eps, hc_eps, norm.eps, stream, shares=shares,
+            )  # fmt: skip
+            return y
+        ops.hc_pre(
+            self.gpu, kernels, streams, weights.fn, weights.scale, weights.base, y, post, comb, rows, h, hc, iters,
+            norm_eps, hc_eps, stream, shares=shares,
+        )  # fmt: skip
+        if norm is not None:
+            norm.run(self.gpu, y, y, rows, h, stream)
         return y
 
     def collapse(
@@ -130,6 +181,28 @@ class V4HyperConnections:
         ops.hc_head(
             self.gpu, self._kernels, streams, weights.fn, weights.scale, weights.base, hidden, rows, shape.hidden_size,
             shape.hc_mult, shape.norm_eps, shape.hc_eps, stream, shares=self._scratch["shares"],
+        )  # fmt: skip
+
+    def collapse_normed(
+        self,
+        weights: V4HyperWeights,
+        streams: DevicePtr,
+        hidden: DevicePtr,
+        norm: V4Norm,
+        normed: DevicePtr,
+        rows: int,
+        stream: StreamLike,
+    ) -> None:
+        """`collapse`, and hidden behind a norm, BF16 [rows, h] too."""
+        rows, shape, kernels = self._scratch.check_rows(rows), self.shape, self._kernels
+        if not ops.fits_fused(rows, shape.hidden_size, kernels.mix, kernels.head_norm):
+            self.collapse(weights, streams, hidden, rows, stream)
+            norm.run(self.gpu, hidden, normed, rows, shape.hidden_size, stream)
+            return
+        ops.hc_head_norm(
+            self.gpu, kernels, streams, weights.fn, weights.scale, weights.base, norm.weight, hidden, normed, rows,
+            shape.hidden_size, shape.hc_mult, shape.norm_eps, shape.hc_eps, norm.eps, stream,
+            shares=self._scratch["shares"],
         )  # fmt: skip
 
     def release(self) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ....ops.rms_norm_vanilla import rms_norm
 from ....runtime.errors import InvalidArgumentError
 from ....runtime.gpu import DevicePtr, StreamLike
 from ...layer import AttnMetadataDev
 from ...weight_map import DenseWeight
 from .attention import V4Attention
-from .hyper import V4HyperConnections, V4HyperWeights
+from .hyper import V4HyperConnections, V4HyperWeights, V4Norm
 
 __all__ = ["FeedForward", "V4Layer", "V4LayerWeights"]
 
@@ -60,7 +59,8 @@ class V4Layer:
             limit = f"that of {name}'s attention is {self.hidden_size}"
             raise InvalidArgumentError("hidden_size of the connections", connections.shape.hidden_size, limit)
         weights.check(self.hidden_size, name)
-        self._norm_k = self.gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
+        norm_k, eps = self.gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla"), attention.shape.norm_eps
+        self._attn_norm, self._ffn_norm = (V4Norm(each, eps, norm_k) for each in (weights.attn_norm, weights.ffn_norm))
 
     def decode(self, streams: DevicePtr, meta: AttnMetadataDev, stream: StreamLike) -> None:
         """The streams FP32 [meta.num_seqs, hc_mult, h] of each sequence's new row after this layer, in place.
@@ -70,21 +70,16 @@ class V4Layer:
         weights, rows = self.weights, meta.num_seqs
 
         def attend(x: DevicePtr, y: DevicePtr) -> None:
-            self.attention.decode(self._normed(x, weights.attn_norm, rows, stream), meta, y, stream)
+            self.attention.decode(x, meta, y, stream)
 
         def feed(x: DevicePtr, y: DevicePtr) -> None:
-            self.ffn(self._normed(x, weights.ffn_norm, rows, stream), y, rows, stream)
+            self.ffn(x, y, rows, stream)
 
-        self.connections.around(weights.hc_attn, streams, attend, rows, stream)
-        self.connections.around(weights.hc_ffn, streams, feed, rows, stream)
+        self.connections.around(weights.hc_attn, streams, attend, rows, stream, self._attn_norm)
+        self.connections.around(weights.hc_ffn, streams, feed, rows, stream, self._ffn_norm)
 
     def write_rows(self, streams: DevicePtr, meta: AttnMetadataDev, stream: StreamLike) -> None:
         """The latents that `decode` writes of these streams, with the same bits, and nothing else: the streams stay as
         they are. The rows may be of one sequence: of `meta`, positions, slots and num_seqs are read."""
-        x = self.connections.enter(self.weights.hc_attn, streams, meta.num_seqs, stream)
-        self.attention.write(self._normed(x, self.weights.attn_norm, meta.num_seqs, stream), meta, stream)
-
-    def _normed(self, x: DevicePtr, weight: DenseWeight, rows: int, stream: StreamLike) -> DevicePtr:
-        eps = self.attention.shape.norm_eps
-        rms_norm(self.gpu, self._norm_k, x, weight, x, rows, self.hidden_size, eps, stream)
-        return x
+        x = self.connections.enter(self.weights.hc_attn, streams, meta.num_seqs, stream, self._attn_norm)
+        self.attention.write(x, meta, stream)
