@@ -40,6 +40,10 @@ _ANNOTATIONS = frozenset(
 )
 
 
+_CONDITION = re.compile(r"[ \t]*#[ \t]*(if|ifdef|ifndef|elif|elifdef|elifndef|else|endif)\b[ \t]*(.*)")
+_EMULATED = "SPARK_EMULATED"
+
+
 @dataclass(frozen=True, slots=True)
 class KernelText:
     """An `extern "C" __global__` definition: its name and one token list a parameter."""
@@ -55,6 +59,27 @@ class SourceText:
     kernels: dict[str, KernelText] = field(default_factory=dict)
     ambiguous: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
+
+
+def emulated_text(text: str) -> str:
+    """Text without comments as a build with SPARK_EMULATED has it: what stands under `#ifndef SPARK_EMULATED`, or behind
+    the `#else` of `#ifdef SPARK_EMULATED`, is gone. Other conditions are not decided: all their branches stay."""
+    lines: list[str] = []
+    kept: list[bool | None] = []  # of each open condition whether its branch stays; None: not decided
+    for line in text.splitlines(keepends=True):
+        if (found := _CONDITION.match(line)) is None:
+            lines.append(line if False not in kept else "\n")
+            continue
+        word, about = found[1], found[2].strip()
+        if word in ("ifdef", "ifndef", "if"):
+            kept.append((word == "ifdef") if about == _EMULATED and word != "if" else None)
+        elif word == "endif":
+            if kept:
+                kept.pop()
+        elif kept and kept[-1] is not None:
+            kept[-1] = not kept[-1] if word == "else" else None
+        lines.append(line)
+    return "".join(lines)
 
 
 def without_comments(text: str) -> str:

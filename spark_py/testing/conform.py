@@ -38,7 +38,7 @@ from ..runtime.gpu import GpuBackend
 from ..runtime.includes import scan_includes
 from ..runtime.manifest import ModuleSource
 from ..runtime.signature import Signature, compare, kernel_spec_signature, parse_ptx, parse_source
-from ..runtime.source_text import without_comments
+from ..runtime.source_text import emulated_text, without_comments
 from .case import Case, run_case
 from .cases import cases_of
 from .trees import ForeignSet, open_sets, write_manifest
@@ -47,7 +47,7 @@ __all__ = ["Backend", "Failure", "KernelReport", "conform"]
 
 Backend = Literal["host", "emulated", "emulated-checked", "cuda"]
 
-# What no CPU runs: inline PTX, tensor cores, the tensor memory accelerator.
+# What no CPU runs, where the build for the CPU has it: inline PTX, tensor cores, the tensor memory accelerator.
 _CUDA_ONLY = (
     (re.compile(r"\basm\s*(?:volatile|__volatile__)?\s*\("), "inline PTX"),
     (re.compile(r"\bwmma\s*::|[<\"]mma\.h[>\"]"), "tensor cores (mma.h)"),
@@ -244,7 +244,7 @@ class _Set:
         else:
             folders = [Path(flag[2:]) for flag in source.flags if flag.startswith("-I")]
             texts = scan_includes(source.path, text, folders).texts
-            plain = [without_comments(each) for each in texts]
+            plain = [emulated_text(without_comments(each)) for each in texts]
             file.cuda_only = next((why for p, why in _CUDA_ONLY if any(map(p.search, plain))), "")
         if _catalogued(source.name):  # of what the catalogue does not know, only the names are wanted
             self._compile(file, source)

@@ -108,7 +108,7 @@ MUTANTS = [
            draft(REFERENCE)),
     Mutant("norms exchanged", FORWARD, "_combine", "embed, self.module.enorm", "embed, self.module.hnorm",
            draft(COLLAPSED)),
-    Mutant("no final norm", FORWARD, "_forward_row", "buf.norm_output(), buf.logits()", "h_out, buf.logits()",
+    Mutant("no final norm", FORWARD, "_forward_row", "(normed, buf.logits()", "(h_out, buf.logits()",
            draft(COLLAPSED)),
     Mutant("no row stays", MtpStates, "after_verify", "keep = rows_to_keep(", "keep = 0 * rows_to_keep(",
            rows(RowPolicy.SEED, False)),
