@@ -62,8 +62,8 @@ class SourceText:
 
 
 def emulated_text(text: str) -> str:
-    """Text without comments as a build with SPARK_EMULATED has it: what stands under `#ifndef SPARK_EMULATED`, or behind
-    the `#else` of `#ifdef SPARK_EMULATED`, is gone. Other conditions are not decided: all their branches stay."""
+    """Text without comments as a build with SPARK_EMULATED has it: what stands under `#ifndef SPARK_EMULATED`, or
+    behind the `#else` of `#ifdef SPARK_EMULATED`, is gone. Other conditions are not decided: their branches stay."""
     lines: list[str] = []
     kept: list[bool | None] = []  # of each open condition whether its branch stays; None: not decided
     for line in text.splitlines(keepends=True):
