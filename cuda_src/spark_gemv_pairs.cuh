@@ -80,12 +80,15 @@ __device__ __forceinline__ void paired_gemv_rows(Format format, const __nv_bfloa
     const auto copy = [&](unsigned h) {
         if (ahead_tile < end && stripes > 0u) {
             const int have = static_cast<int>(left) - static_cast<int>(lane / GEMV_UNITS);
+            // Of a tile alone nothing goes to the second slot, not even zeros: nobody waits for those.
+            if (h == 0u || left > GEMV_TILE) {
 #pragma unroll
-            for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
-                const unsigned row = i * (SPARK_WARP / GEMV_UNITS);
-                const unsigned output = h * GEMV_TILE + row;
-                spark_copy_16(&ring[to + h * PAIR_SLOT + row * GEMV_UNITS], from + output * chunks,
-                              static_cast<int>(output) < have);
+                for (unsigned i = 0u; i < GEMV_COPIES; ++i) {
+                    const unsigned row = i * (SPARK_WARP / GEMV_UNITS);
+                    const unsigned output = h * GEMV_TILE + row;
+                    spark_copy_16(&ring[to + h * PAIR_SLOT + row * GEMV_UNITS], from + output * chunks,
+                                  static_cast<int>(output) < have);
+                }
             }
             if (h == 0u) {
                 format.copy(left);

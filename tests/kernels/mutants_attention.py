@@ -71,7 +71,8 @@ ROPE: tuple[Mutant, ...] = (
 )
 
 _CACHE = "reshape_and_cache::reshape_and_cache_flash"
-_SLOT_CU = "value_stride) {\n    const long long slot = slot_mapping[blockIdx.x];"
+_BEGIN_CU = ") {\n    spark_wait_for_previous();\n    spark_let_next_start();\n"
+_SLOT_CU = "value_stride" + _BEGIN_CU + "    const long long slot = slot_mapping[blockIdx.x];"
 _SKIP_CU = _SLOT_CU + "\n    if (slot < 0) {"
 _ROW_PY = "target[slots[kept]] = rows.view(np.uint16)[kept]"
 

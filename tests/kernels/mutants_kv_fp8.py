@@ -11,7 +11,8 @@ _START_PY = "start = slot // block_size * cache_stride + slot % block_size * row
 _FACTOR_PY = "to_e4m3(to_f32(rows) * (np.float32(1.0) / np.float32(scale)))"
 _VALUE_CU = "quantise_row(value + token * value_stride, v_cache + to, count, 1.0f / v_scale);"
 _PAIR_CU = "return spark_pack_e4m3(spark_low(word) * inverse, spark_high(word) * inverse);"
-_SLOT_CU = "cache_stride) {\n    const long long slot = slot_mapping[blockIdx.x];"
+_BEGIN_CU = ") {\n    spark_wait_for_previous();\n    spark_let_next_start();\n"
+_SLOT_CU = "cache_stride" + _BEGIN_CU + "    const long long slot = slot_mapping[blockIdx.x];"
 _ONE_CU = "return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);"
 _TWO_CU = "return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);"
 

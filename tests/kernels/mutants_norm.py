@@ -251,7 +251,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _WIDE,
         "every row is the first",
-        cu=Patch(_WIDE_CU, "const float* x = input + start;", "const float* x = input;"),
+        cu=Patch(_WIDE_CU, "const float* x = input + row * hidden_size;", "const float* x = input;"),
         py=Patch(_WIDE_PY, "return to_bf16(x * inverse", "return to_bf16(x[:1] * inverse"),
     ),
     Mutant(

@@ -43,8 +43,8 @@ def _mutants(module: str) -> tuple[Mutant, ...]:
         Mutant(check, "winners stay", cu=Patch(_CUH, "            state.best[threadIdx.x] = 0ull;\n", "")),
         Mutant(
             check,
-            "embeddings of the first row's winner",
-            cu=Patch(_CUH, "static_cast<size_t>(id) * to.width", "static_cast<size_t>(to.ids[0]) * to.width"),
+            "embeddings of the token before",
+            cu=Patch(_CUH, "static_cast<size_t>(id) * to.width", "static_cast<size_t>(id - (id > 0u)) * to.width"),
             py=Patch(file, f"{call}", call.replace(", table)", ", None if table is None else table[::-1])")),
         ),
         Mutant(check, "the first row alone", cu=Patch(_CUH, "== 0u && row < M) {", "== 0u && row < 1u) {")),

@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _CHECK,
         "a row too many",
-        cu=Patch(CUH, "if (row < M && output < matrix.n) {", "if (row <= M && output < matrix.n) {"),
+        cu=Patch(CUH, "if (row < M && output < matrix.n &&", "if (row <= M && output < matrix.n &&"),
     ),
     Mutant(
         _CHECK,

@@ -38,12 +38,6 @@ MUTANTS: tuple[Mutant, ...] = (
     _cu(_GATE_UP, "a factor where no weights are", "(up ? ups : gates)[expert].codes != 0u ?", "true ?"),
     _cu(
         _GATE_UP,
-        "k past the row",
-        "if (weights.codes != 0u && slice * FP4_SLICE + 32u * t < k) {",
-        "if (weights.codes != 0u) {",
-    ),
-    _cu(
-        _GATE_UP,
         "nobody waits for the slices",
         "        }\n    }\n    __syncthreads();\n\n    const unsigned adders",
         "        }\n    }\n\n    const unsigned adders",
