@@ -6,10 +6,10 @@ larger than the L2 cache, and the graphs are replayed in turns, timed with event
 over its calls, the median of the replays. Before the first event a read of other memory is queued: while it runs the
 host queues the graph, so that none of the time is the host's, and the cache holds nothing that the graph reads.
 
-Within a graph calls follow each other on one stream, as the kernels of a draft step do. So this package's launches are
-dependent ones wherever its backend makes them so (SPARK_PY_DEPENDENT=0: nowhere): a call may begin, as far as it reads
-nothing that the call before writes, while that one ends. torch's calls follow each other as torch and cuBLAS queue
-them.
+Within a graph calls follow each other on one stream, as the kernels of a draft step do. This package's are measured
+twice: with ordinary launches, as torch and cuBLAS queue theirs, and with dependent ones, where the backend has them: a
+call may begin, as far as it reads nothing that the call before writes, while that one ends. A row shows both times and
+counts the lower one: a draft's products have another kernel between them, and neither order of equal products is that.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ scales of a weight are rounded too. A kernel that is further away has no row."""
 _Graph = tuple[Callable[[], None], Callable[[], None]]
 """How to replay it, and how to destroy it."""
 Run = Callable[[int], None]
+ORDINARY, DEPENDENT = "ordinary", "dependent"
+"""How this package's launches of a graph follow each other; the second where the device has it."""
 Peers = Mapping[str, Callable[[int], Any]]
 """What to call each way of torch, and a call of it with the index of a set of inputs."""
 
@@ -65,11 +67,14 @@ def copies(nbytes: int) -> int:
 def row_of(
     about: dict[str, Any], times: dict[str, Times], nbytes: float, flops: float, error: float, bandwidth: Bandwidth
 ) -> dict[str, Any]:
-    """A row: `about` is what was measured; then bytes to read, the time, the floor and the quickest peer. `error`: the
-    largest difference over the largest magnitude. ValueError for a result that is wrong."""
+    """A row: `about` is what was measured; then bytes to read, the time, the floor and the quickest peer. `times` has
+    ORDINARY, perhaps DEPENDENT, and the peers; the time is the lower of the two, `launches` says which, and `both_us`
+    has both. `error`: the largest difference over the largest magnitude. ValueError for a result that is wrong."""
     if not error <= _LARGEST_ERROR:  # NaN too
         raise ValueError(f"the result is {error:.3g} of its largest magnitude away from torch's")
-    ours, theirs = times[""], {name: each.us for name, each in times.items() if name}
+    own = {name: times[name] for name in (ORDINARY, DEPENDENT) if name in times}
+    launches = min(own, key=lambda name: own[name].us)
+    ours, theirs = own[launches], {name: each.us for name, each in times.items() if name not in own}
     quickest = min(theirs, key=lambda name: theirs[name])
     floor = bandwidth.floor_us(nbytes)
     return about | {
@@ -77,6 +82,8 @@ def row_of(
         "us": round(ours.us, 2),
         "min_us": round(ours.min_us, 2),
         "max_us": round(ours.max_us, 2),
+        "launches": launches,
+        "both_us": " / ".join(f"{each.us:.2f}" for each in own.values()),
         "floor_us": round(floor, 2),
         "of_read_bandwidth": round(floor / ours.us, 3),
         "torch_us": round(theirs[quickest], 2),
@@ -94,6 +101,7 @@ class Bench:
         import torch
 
         self.torch, self.gpu, self.repeats, self.bandwidth = torch, gpu, repeats, bandwidth
+        self._device: Any = gpu._device  # type: ignore[attr-defined]
         self.stream = gpu.create_stream()
         self.torch_stream = torch.cuda.ExternalStream(self.stream)
         self.random = torch.Generator(device="cuda").manual_seed(0)
@@ -115,11 +123,13 @@ class Bench:
         return self.torch.full(shape, math.nan, device="cuda", dtype=self.torch.bfloat16)
 
     def times(self, run: Run, peers: Peers, sets: int) -> dict[str, Times]:
-        """Microseconds of a call of `run`, as "", and of each peer. They are called with 0 to sets - 1, the last time
-        with sets - 1."""
+        """Microseconds of a call of `run`, with each kind of launches, and of each peer. They are called with 0 to
+        sets - 1, the last time with sets - 1."""
         calls = sets * math.ceil(_CALLS / sets)
         order = [i % sets for i in range(calls)]
-        graphs = {"": self._graph(run, order)}
+        graphs = {ORDINARY: self._graph(run, order, False)}
+        if self._device.dependent_launches:
+            graphs[DEPENDENT] = self._graph(run, order, True)
         graphs |= {name: self._torch_graph(call, order) for name, call in peers.items()}
         found: dict[str, list[float]] = {name: [] for name in graphs}
         gpu, stream = self.gpu, self.stream
@@ -142,7 +152,22 @@ class Bench:
         gpu.destroy_event(end)
         return {name: Times(statistics.median(us), min(us), max(us)) for name, us in found.items()}
 
-    def _graph(self, run: Run, order: Sequence[int]) -> _Graph:
+    def _graph(self, run: Run, order: Sequence[int], dependent: bool) -> _Graph:
+        """A graph of the calls, its launches dependent or not; the device's own setting stays."""
+        setting = self._device.dependent_launches
+        self._device.dependent_launches = dependent
+        self._forget_plans()  # they hold the kind of launches that they were made for
+        try:
+            return self._captured(run, order)
+        finally:
+            self._device.dependent_launches = setting
+            self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        plans: dict[Any, Any] = self.gpu._plans  # type: ignore[attr-defined]
+        plans.clear()
+
+    def _captured(self, run: Run, order: Sequence[int]) -> _Graph:
         gpu, stream = self.gpu, self.stream
         self.torch.cuda.synchronize()
         for index in order:

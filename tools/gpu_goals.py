@@ -110,7 +110,7 @@ def _product(benchmarks: Benchmarks, form: str, n: int, k: int) -> Row | None:
 
 
 def _shape(row: Row | None, n: int, k: int) -> str:
-    return f"{n} x {k}" if row is None else f"{n} x {k}, {row.get('kernel')}"
+    return f"{n} x {k}" if row is None else f"{n} x {k}, {row.get('kernel')}, {row.get('launches')} launches"
 
 
 def _readings(benchmarks: Benchmarks, key: str = "read_GB_per_s") -> list[float]:

@@ -80,7 +80,6 @@ MUTANTS: tuple[Mutant, ...] = (
     _cu(_DOWN, "products not rounded to BF16", "const float result = moe_rounded(", "const float result = ("),
     _cu(_DOWN, "the first share for every slot", "share, static_cast<int>(e)) * result;", "share, 0) * result;"),
     _cu(_DOWN, "the shared expert's product among the others", "shared = result;", "total = result;"),
-    _cu(_DOWN, "an absent expert has the weights before", _OF_SLOT, "here = true;"),
     _cu(_DOWN, "activations of another slot", "2u * (e * chunks + chunk)", "2u * (e / 2u * chunks + chunk)"),
     _cu(_DOWN, "most of the gate's sums left out", "lane < MOE_GATE_WARPS ?", "lane < MOE_GATE_WARPS / 4u ?", _CUH),
     _cu(

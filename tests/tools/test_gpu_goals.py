@@ -12,7 +12,7 @@ import pytest
 
 from spark_py.bench.run import BenchRow, _numbers
 from spark_py.bench.timing import Bandwidth, ProposeTimes, Times
-from tools.beside_torch import row_of
+from tools.beside_torch import DEPENDENT, ORDINARY, row_of
 from tools.gpu_benchmarks import BESIDE, QUIET
 from tools.gpu_goals import BESIDE_TORCH, DRAFTS, HEADS, goals_of, render_goals
 
@@ -34,7 +34,7 @@ def product(form: str, n: int, k: int, of_bandwidth: float, kernel: str, m: int 
     us = BANDWIDTH.floor_us(nbytes) / of_bandwidth
     about = {"format": form, "kernel": kernel, "m": m, "n": n, "k": k}
     return row_of(
-        about, {"": times(us), "mv": times(2.0 * us), "linear": times(2.1 * us)}, nbytes, nbytes, 0.0, BANDWIDTH
+        about, {ORDINARY: times(us), "mv": times(2.0 * us), "linear": times(2.1 * us)}, nbytes, nbytes, 0.0, BANDWIDTH
     )
 
 
@@ -67,7 +67,9 @@ def measured() -> dict[str, Any]:
     us = {"launch_typed": 4.0, "cupy_raw_kernel": 1.0, "ctypes_new_objects_cast": 20.0, "ctypes_kept_objects": 3.8}
     launch = {name: {"median_us": value, "min_us": value, "max_us": value} for name, value in us.items()}
     attention = [
-        row_of({"kernel": kernel, "shape": shape}, {"": times(us), "sdpa": times(60.0)}, nbytes, 1.0, 0.0, BANDWIDTH)
+        row_of(
+            {"kernel": kernel, "shape": shape}, {ORDINARY: times(us), "sdpa": times(60.0)}, nbytes, 1.0, 0.0, BANDWIDTH
+        )
         for kernel, shape, us, nbytes in (
             ("paged_decode_attn", "1 x 32768 tokens, 24/4 heads of 256", 1500.0, 134.2e6),
             ("spark_paged_decode_split, _merge", "1 x 4096 tokens, 24/4 heads of 256", 12.0, 16.8e6),
@@ -226,7 +228,7 @@ def test_the_tables() -> None:
     text = "\n".join(render_goals(goals_of(benchmarks), benchmarks))
     assert "A sum of FP32 reads 4444 GB/s." in text
     assert "Reached 10 of 11, missed 1, not measured 0." in text
-    assert "0.792 of the read bandwidth (12288 x 5120, spark_gemv_rows)" in text
+    assert "0.792 of the read bandwidth (12288 x 5120, spark_gemv_rows, ordinary launches)" in text
     assert "at 4000 GB/s, the median of what 6 programs of the run read, 3990 to 4123, each before" in text
     assert "| 10 | launch_typed, 10 changing arguments | times the quickest ctypes | 1.053 | <= 1.15 | yes |" in text
     empty = "\n".join(render_goals(goals_of({}), {}))
@@ -246,4 +248,13 @@ def test_a_product_is_that_of_the_quickest_kernel() -> None:
 
 def test_a_wrong_result_has_no_row() -> None:
     with pytest.raises(ValueError, match="away from torch's"):
-        row_of({}, {"": times(1.0), "mv": times(1.0)}, 1.0, 1.0, float("nan"), BANDWIDTH)
+        row_of({}, {ORDINARY: times(1.0), "mv": times(1.0)}, 1.0, 1.0, float("nan"), BANDWIDTH)
+
+
+def test_the_quicker_kind_of_launches_counts_and_both_are_shown() -> None:
+    both = {ORDINARY: times(3.0), DEPENDENT: times(2.0), "mv": times(4.0)}
+    row = row_of({}, both, 1.0, 1.0, 0.0, BANDWIDTH)
+    assert (row["us"], row["launches"], row["both_us"]) == (2.0, DEPENDENT, "3.00 / 2.00")
+    assert (row["torch_us"], row["torch_by"]) == (4.0, "mv")
+    row = row_of({}, {**both, DEPENDENT: times(3.5)}, 1.0, 1.0, 0.0, BANDWIDTH)
+    assert (row["us"], row["launches"]) == (3.0, ORDINARY)
