@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -248,6 +249,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run all steps; the exit code."""
     args = parse_arguments(argv)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's background job ignores interrupts, and its children would: they are how a child is told its time.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     args.output = args.output.resolve()
     args.output.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
