@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,18 @@ LIMIT = 30
 """Seconds: enough for two short tests on a machine with other things to do."""
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """Children hear an interrupt, as the suite sees to it, also where the tests are a shell's background job."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.deep
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.host_only("about processes")
 def test_a_run_out_of_time_names_what_failed(tmp_path: Path) -> None:
     (tmp_path / "test_slow.py").write_text(SLOW)
