@@ -46,6 +46,7 @@ def test_a_run_out_of_time_names_what_failed(tmp_path: Path) -> None:
     assert result["failures"] == ["test_slow::test_wrong: AssertionError: a wrong number"]
 
 
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.host_only("about processes")
 def test_a_script_out_of_time_may_still_say_what_it_had(tmp_path: Path) -> None:
     code = "import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('{\"rows\": [1]}')"
