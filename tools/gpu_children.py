@@ -31,6 +31,13 @@ class Run:
     stdout: str
 
 
+def hear_interrupts() -> None:
+    """For a main thread before it calls `run`. A shell's background job ignores interrupts, and its children would, but
+    an interrupt is how a child is told that its time is up."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def run(command: list[str], log: Path, limit: float, env: dict[str, str]) -> Run:
     """Run to the end or to `limit` seconds, then interrupt it, so that it can still say how far it came, and kill its
     process group. stderr, then stdout, are kept in `log`."""

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.gpu_benchmarks import BESIDE, QUIET, Benchmarks
-from tools.gpu_children import json_step, pytest_run
+from tools.gpu_children import hear_interrupts, json_step, pytest_run
 from tools.gpu_goals import goals_of
 from tools.gpu_report import counts_of, render
 from tools.gpu_sanitizer import sanitize
@@ -160,9 +159,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run all steps; the exit code."""
     args = parse_arguments(argv)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell's background job ignores interrupts, and its children would: they are how a child is told its time.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_interrupts()
     args.output = args.output.resolve()
     args.output.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

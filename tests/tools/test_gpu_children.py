@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu_children import json_step, pytest_run
+from tools.gpu_children import hear_interrupts, json_step, pytest_run
 
 SLOW = """
 import time
@@ -25,10 +25,8 @@ LIMIT = 30
 
 @pytest.fixture
 def heard_interrupts() -> Iterator[None]:
-    """Children hear an interrupt, as the suite sees to it, also where the tests are a shell's background job."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_interrupts()
     yield
     signal.signal(signal.SIGINT, before)
 
