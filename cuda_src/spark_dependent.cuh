@@ -8,7 +8,8 @@
 //     kernel of a graph writes.
 //   - Every thread calls spark_let_next_start. A product that fills the GPU and asks for weights early does so at its
 //     beginning: the next kernel's blocks come as its own end. Others do so right after the wait: what the next kernel
-//     asks for early would else stand in the way of their own loads, and of the last blocks of the kernel before.
+//     asks for early would else stand in the way of their own loads, and of the last blocks of the kernel before. One that
+//     fills the GPU and asks for nothing early does so when its loads have come.
 // A kernel that was launched the ordinary way passes both calls at once. Before Hopper there is neither.
 #pragma once
 

@@ -31,7 +31,8 @@ struct Bf16 : GemvFormat {
     static __device__ __forceinline__ float scaled(const Matrix&, unsigned, float sum) { return sum; }
 };
 
-// Yi[m * stride_i + n] = bf16(sum over k of X[m, k] * Wi[n, k]), Wi BF16 [Ni, K]: tiled_gemv_rows. K % 8 == 0.
+// Yi[m * stride_i + n] = bf16(sum over k of X[m, k] * Wi[n, k]), Wi BF16 [Ni, K]: tiled_gemv_rows. K % 8 == 0. Any
+// dynamic shared memory, which is not used: with some of it fewer blocks run on a multiprocessor at a time.
 extern "C" __global__ void __launch_bounds__(256, 4)
     spark_gemv_rows(const __nv_bfloat16* __restrict__ X, const __nv_bfloat16* __restrict__ W0,
                     const __nv_bfloat16* __restrict__ W1, const __nv_bfloat16* __restrict__ W2,

@@ -46,11 +46,11 @@ __device__ __forceinline__ void seen_positions(int length, unsigned window, unsi
     begin = window > 0u && end > window ? end - window : 0u;
 }
 
-// A row is read once, in pieces of 64 bytes by four lanes: the rest of its 256 bytes may come along into the L2.
+// A row is read once, in pieces of 64 bytes by four lanes: the rest of its line may come along into the L2.
 __device__ __forceinline__ uint4 load_once(const uint4* p) {
 #ifndef SPARK_EMULATED
     uint4 word;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
                  : "l"(p));
     return word;
@@ -62,11 +62,36 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
 __device__ __forceinline__ uint2 load_once(const uint2* p) {
 #ifndef SPARK_EMULATED
     uint2 word;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(word.x), "=r"(word.y) : "l"(p));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(word.x), "=r"(word.y) : "l"(p));
     return word;
 #else
     return *p;
 #endif
+}
+
+// Asks for the 32 bytes at `p` to be in the L2: no value is taken, so that it may come before the wait for others' stores.
+__device__ __forceinline__ void ask_for(const int* p) {
+#ifndef SPARK_EMULATED
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#else
+    static_cast<void>(p);
+#endif
+}
+
+// Asks for what a split reads first: the sequence's length and, before that is known, the share of its block table that
+// is the split's where the sequence fills it. The splits of a sequence together ask for all of it.
+__device__ __forceinline__ void ask_for_table(const int* block_tables, const int* seq_lens, unsigned table_stride,
+                                              unsigned lens_stride) {
+    constexpr unsigned ENTRIES = 8u;  // in 32 bytes
+    const unsigned begin = static_cast<unsigned>(static_cast<size_t>(blockIdx.y) * table_stride / SPLIT_MOST);
+    const unsigned share = table_stride / SPLIT_MOST + ENTRIES;
+    if (threadIdx.x == 0u) {
+        ask_for(seq_lens + static_cast<size_t>(blockIdx.z) * lens_stride);
+    }
+    const unsigned entry = threadIdx.x * ENTRIES;
+    if (entry < share && begin + entry < table_stride) {
+        ask_for(block_tables + static_cast<size_t>(blockIdx.z) * table_stride + begin + entry);
+    }
 }
 
 // Eight elements of a row: as they lie in memory, and as four words of two BF16.
@@ -284,6 +309,8 @@ __device__ __forceinline__ void split_attend(const __nv_bfloat16* q, unsigned he
         load_values(rows, following);
     }
 
+    // Not before: blocks of the merge would come where a multiprocessor has room left, many to one.
+    spark_let_next_start();
     weight = weight + __shfl_xor_sync(SPARK_FULL_MASK, weight, 1);
     weight = weight + __shfl_xor_sync(SPARK_FULL_MASK, weight, 2);
     if (t == 0u) {
@@ -341,6 +368,7 @@ __device__ __forceinline__ void split_kernel(const __nv_bfloat16* Q, const typen
     const unsigned length = split_length(end - begin, num_q_heads);
     // Splits past the sequence have nothing to do; the whole block leaves.
     if (blockIdx.y * length >= end - begin) {
+        spark_let_next_start();
         return;
     }
     begin += blockIdx.y * length;
@@ -384,8 +412,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                              unsigned int table_stride, unsigned int lens_stride, unsigned int num_q_heads,
                              unsigned int num_kv_heads, unsigned int head_dim, unsigned int block_size, float scale,
                              unsigned int q_stride, unsigned long long cache_stride, unsigned int sliding_window) {
+    ask_for_table(block_tables, seq_lens, table_stride, lens_stride);
     spark_wait_for_previous();
-    spark_let_next_start();
     split_kernel<Bf16Rows>(Q, K_cache, V_cache, partial, sums, block_tables, seq_lens, table_stride, lens_stride,
                            num_q_heads, num_kv_heads, head_dim, block_size, scale, q_stride, cache_stride,
                            sliding_window);
@@ -398,8 +426,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                                  unsigned int table_stride, unsigned int lens_stride, unsigned int num_q_heads,
                                  unsigned int num_kv_heads, unsigned int head_dim, unsigned int block_size, float scale,
                                  unsigned int q_stride, unsigned long long cache_stride, unsigned int sliding_window) {
+    ask_for_table(block_tables, seq_lens, table_stride, lens_stride);
     spark_wait_for_previous();
-    spark_let_next_start();
     split_kernel<E4m3Rows>(Q, K_cache, V_cache, partial, sums, block_tables, seq_lens, table_stride, lens_stride,
                            num_q_heads, num_kv_heads, head_dim, block_size, scale, q_stride, cache_stride,
                            sliding_window);

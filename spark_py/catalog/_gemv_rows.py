@@ -72,9 +72,10 @@ def gemv_rows_kernel(
     shared_bytes: int,
     factors: tuple[ParamSpec, ...] = (),
     threads: int = 256,
+    padded: bool = False,
 ) -> KernelSpec:
     """The row of module and kernel `name`. `whole_rows` says what K may be; `factors` come before head_dim; `threads`
-    are a block's."""
+    are a block's; `padded`: a launch may have dynamic shared memory, which nobody uses."""
 
     def preconditions(c: Call) -> None:
         whole_rows(c)
@@ -105,7 +106,7 @@ def gemv_rows_kernel(
         ),
         grid_text="(any, 1, 1)",
         block_text=f"({threads}, 1, 1)",
-        geometry=lambda c: ((c.grid[0], 1, 1), (threads, 1, 1), 0),
+        geometry=lambda c: ((c.grid[0], 1, 1), (threads, 1, 1), c.shared_mem if padded else 0),
         reference=reference,
         run=run,
         shared_bytes=shared_bytes,

@@ -27,6 +27,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         reference.spark_gemv_rows,
         _spark_gemv_rows,
         shared_bytes=40960,
+        padded=True,
     ),
     gemv_argmax_kernel(
         "spark_gemv_rows",

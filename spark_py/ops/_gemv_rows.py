@@ -16,6 +16,10 @@ MAX_ROWS, MAX_MATRICES = 8, 3
 TILE = 16
 """Outputs that a block makes at a time."""
 
+_SHARED_OF_SYSTEM, _SHARED_UNIT = 1024, 128
+"""Bytes of shared memory that a block has beside its own (CUDA C++ Programming Guide, compute capability 8.x to 12.x),
+and in which it is given out."""
+
 ARGMAX_ROOM_BYTES = 8 * MAX_ROWS + 4
 
 W = TypeVar("W")
@@ -41,11 +45,31 @@ def all_blocks(tiles: int, resident: int) -> int:
     return min(tiles, resident)
 
 
+def apart(gpu: GpuBackend, kernel: KernelHandle, blocks: int) -> int:
+    """Bytes of dynamic shared memory, which nobody uses, for a launch of more than two and at most three blocks a
+    multiprocessor: as many as keep a fourth block from it, with the kernel's limit raised. 0 where three fit at most.
+
+    Blocks of a dependent launch begin wherever there is a place. Where the launch before them leaves a fourth one free
+    on some multiprocessors, these end up with four blocks and others with one, and a block keeps its tiles.
+    """
+    if kernel.is_null or not 2 < blocks / gpu.sm_count() <= 3:
+        return 0
+    attributes = gpu.function_attributes(kernel)
+    whole = gpu.limits.max_shared_optin + _SHARED_OF_SYSTEM  # of a multiprocessor
+    block = attributes.shared_static + _SHARED_OF_SYSTEM
+    if whole // block < 4:
+        return 0
+    padding = whole // 4 - block + _SHARED_UNIT
+    if padding > attributes.shared_dynamic_max:
+        gpu.set_kernel_max_dynamic_smem(kernel, padding)
+    return padding
+
+
 @dataclass(frozen=True, slots=True)
 class RowsFormat(Generic[W]):
     """A format of weights: k is a multiple of `step`, for the reason `why`; `resident` blocks of `threads` run at the
-    same time on the GPU that the kernel was tuned on, and share tiles as `blocks` says; a matrix has these `pointers`
-    and, before head_dim, this `factor`."""
+    same time on the GPU that the kernel was tuned on, and share tiles as `blocks` says, with dynamic shared memory as
+    `shared` says; a matrix has these `pointers` and, before head_dim, this `factor`."""
 
     step: int
     why: str
@@ -54,6 +78,7 @@ class RowsFormat(Generic[W]):
     factor: Callable[[W], float] | None = None
     threads: int = 256
     blocks: Callable[[int, int], int] = blocks_for
+    shared: Callable[[GpuBackend, KernelHandle, int], int] | None = None
 
 
 def launch_rows(
@@ -80,8 +105,10 @@ def launch_rows(
         raise InvalidArgumentError("n", projections[0].n, f"a multiple of 2 * head_dim = {2 * head_dim} is needed")
     tiles = sum(div_ceil(each.n, TILE) for each in projections)
     missing = MAX_MATRICES - len(projections)
-    launch = KernelLaunch(gpu, kernel).grid((form.blocks(tiles, form.resident), 1, 1))
-    launch.block((form.threads, 1, 1)).arg_ptr(input)
+    blocks = form.blocks(tiles, form.resident)
+    launch = KernelLaunch(gpu, kernel).grid((blocks, 1, 1)).block((form.threads, 1, 1)).arg_ptr(input)
+    if form.shared is not None:
+        launch.shared_mem(form.shared(gpu, kernel, blocks))
     null = [DevicePtr.NULL] * missing
     operands = [[pointer(each.weight) for each in projections] for pointer in form.pointers]
     for pointers in (*operands, [each.output for each in projections]):

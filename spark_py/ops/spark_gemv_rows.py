@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ._args import Weight, weight_ptr
-from ._gemv_rows import MAX_ROWS, ArgmaxRoom, ProjectionOf, RowsFormat, launch_argmax, launch_rows
+from ._gemv_rows import MAX_ROWS, ArgmaxRoom, ProjectionOf, RowsFormat, apart, launch_argmax, launch_rows
 
 __all__ = ["MAX_ROWS", "RESIDENT", "Projection", "spark_gemv_rows"]
 
@@ -27,6 +27,7 @@ _FORMAT: RowsFormat[Weight] = RowsFormat(
     why="each row starts on a 16-byte address",
     resident=RESIDENT,
     pointers=(weight_ptr,),
+    shared=apart,
 )
 
 

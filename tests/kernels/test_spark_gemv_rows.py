@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from spark_py.ops import spark_gemv_rows as ops
-from spark_py.ops._gemv_rows import blocks_for
+from spark_py.ops._gemv_rows import TILE, apart, blocks_for
 from spark_py.ops.spark_gemv_rows import RESIDENT, Projection
 from spark_py.runtime.errors import ArgumentPointerError, ArgumentRangeError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
@@ -61,6 +62,39 @@ def test_blocks_run_at_once_and_have_the_same_to_do() -> None:
         blocks = blocks_for(tiles, RESIDENT)
         assert blocks <= RESIDENT
         assert -(-tiles // blocks) == -(-tiles // RESIDENT)
+
+
+H200_SM_COUNT = 132
+
+
+def test_a_launch_that_is_kept_apart_has_the_same_bits(
+    gpu: GpuBackend, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, matrix = normal(rng, 2, 72), normal(rng, 280 * TILE, 72)
+    monkeypatch.setattr(gpu, "sm_count", lambda: H200_SM_COUNT)
+    whole = ROWS.run(gpu, x, [(matrix,)])[0]
+    parts = [ROWS.run(gpu, x, [(part,)])[0] for part in np.split(matrix, 2)]
+    assert_same_bits(whole, np.concatenate(parts, axis=1))
+
+
+@pytest.mark.host_only("about what a launch asks for, not about kernels")
+def test_no_fourth_block_beside_two_or_three(gpu: GpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = gpu.kernel(*NAMES)
+    monkeypatch.setattr(gpu, "sm_count", lambda: H200_SM_COUNT)
+    whole, static = gpu.limits.max_shared_optin + 1024, gpu.function_attributes(kernel).shared_static
+    for blocks, most in ((1, 5), (264, 5), (265, 3), (363, 3), (396, 3), (397, 5), (528, 5)):
+        shared = apart(gpu, kernel, blocks)
+        assert shared % 128 == 0
+        assert whole // (static + 1024 + shared) == most
+        assert shared <= gpu.function_attributes(kernel).shared_dynamic_max
+
+
+@pytest.mark.host_only("about what a launch asks for, not about kernels")
+def test_nothing_is_asked_for_where_three_blocks_fit_at_most(gpu: GpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, limits = gpu.kernel(*NAMES), gpu.limits
+    monkeypatch.setattr(gpu, "sm_count", lambda: H200_SM_COUNT)
+    monkeypatch.setattr(gpu._device, "limits", replace(limits, max_shared_optin=99 * 1024))  # type: ignore[attr-defined]
+    assert [apart(gpu, kernel, blocks) for blocks in (265, 363, 396)] == [0, 0, 0]
 
 
 @IMPOSSIBLE

@@ -133,6 +133,20 @@ def test_two_launches_where_their_kernels_do(gpu: GpuBackend, rng: np.random.Gen
     assert not two("bf16", 104, 104)
 
 
+@pytest.mark.parametrize(("kind", "several"), [("bf16", False), ("nvfp4", True)])
+def test_two_launches_take_several_rows_where_they_are_the_quicker_ones(
+    gpu: GpuBackend, rng: np.random.Generator, kind: str, several: bool
+) -> None:
+    widths = {"hidden_size": 256, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    rig = moe_rig(gpu, rng, KINDS[kind], **widths)
+    x = rows_of(rng, rig, 3)
+    with rig.layer() as layer:
+        for rows, two in ((x[0], True), (x, several)):
+            with gpu.trace() as trace:
+                rig.run(layer, rows)
+            assert (f"spark_moe_step_{kind}" in str(trace.steps)) == two, len(rows)
+
+
 @each_kind
 def test_a_captured_pass_replays_with_new_rows(gpu: GpuBackend, rng: np.random.Generator, kind: Kind) -> None:
     rig = moe_rig(gpu, rng, kind, shared_expert_intermediate_size=64)

@@ -212,7 +212,11 @@ class MoeLayer:
         return self.forward_rows(normed, 1, ctx, stream)
 
     def forward_rows(self, normed: DevicePtr, rows: int, ctx: ForwardContext, stream: StreamLike) -> DevicePtr:
-        """`forward` of BF16 [rows, h], each row with the bits that it has alone: `moe_output` BF16 [rows, h]."""
+        """`forward` of BF16 [rows, h], each row with the bits that it has alone: `moe_output` BF16 [rows, h].
+
+        With BF16 experts, for which one row and several have kernels of their own, that holds as far as each product of
+        gate and up is zero or a normal FP32 number.
+        """
         if self._released:
             raise ReleasedError(f"{self.name} was released")
         buf = ctx.buffers
@@ -260,7 +264,7 @@ class MoeLayer:
             some, at = min(ROUTER_ROWS, m - first), logits.offset(first * experts * _BF16)
             rows = normed.offset(first * h * _BF16)
             dense_gemv_batchm(gpu, router, rows, self.weights.gate, at, some, experts, h, experts, stream)
-        if self._step_k:
+        if self._step_k and self.format.step is not None and self.format.step.several_rows:
             self._step(normed, output, m, ids, buf, stream)
             return
         self.router.route_rows(logits, ids, weights, m, stream)

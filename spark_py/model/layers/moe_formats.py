@@ -51,7 +51,7 @@ class StepFormat:
     """Kernels for all that follows a softmax router's product, in two launches, and their launchers.
 
     `fits(n, k, top_k)`: whether they take experts of width n in a model of width k; `takes(projection)`: whether they
-    take a projection's tensors where they lie.
+    take a projection's tensors where they lie; `several_rows`: whether they are the quicker ones for several rows too.
     """
 
     gate_up_k: Kernel
@@ -60,6 +60,7 @@ class StepFormat:
     down: Callable[..., None]
     fits: Callable[[int, int, int], bool]
     takes: Callable[[Any], bool]
+    several_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ FORMATS: Mapping[type, ExpertFormat] = {
             down=spark_moe_step_nvfp4.spark_moe_down_blend_nvfp4,
             fits=spark_moe_step_nvfp4.fits,
             takes=lambda weight: weight.weight.address % 16 == 0 and weight.weight_scale.address % 2 == 0,
+            several_rows=True,
         ),
     ),
     DenseExpertWeight: ExpertFormat(
@@ -242,6 +244,7 @@ FORMATS: Mapping[type, ExpertFormat] = {
             down=_bf16_step_down,
             fits=spark_moe_step_bf16.fits,
             takes=lambda weight: True,
+            several_rows=False,
         ),
     ),
     Fp8DenseExpertWeight: ExpertFormat(
