@@ -39,3 +39,13 @@ __device__ __forceinline__ void spark_widen_e4m3(unsigned short bytes, float* to
     to[1] = spark_from_e4m3(static_cast<unsigned char>(bytes >> 8));
 #endif
 }
+
+// Pairs (0, 1) and (2, 3) of a word of E4M3 bytes, as BF16. Exact; NaN stays NaN.
+__device__ __forceinline__ void spark_e4m3_pairs(unsigned bytes, unsigned (&pairs)[2]) {
+#pragma unroll
+    for (unsigned i = 0u; i < 2u; ++i) {
+        float values[2];
+        spark_widen_e4m3(static_cast<unsigned short>(bytes >> (16u * i)), values);
+        pairs[i] = spark_pack(values[0], values[1]);
+    }
+}

@@ -11,16 +11,6 @@
 #include "spark_fp8.cuh"
 #include "spark_gemv_argmax.cuh"
 
-// Pairs (0, 1) and (2, 3) of a word of E4M3 bytes, as BF16. Exact; NaN stays NaN.
-__device__ __forceinline__ void decode(unsigned bytes, unsigned (&pairs)[2]) {
-#pragma unroll
-    for (unsigned i = 0u; i < 2u; ++i) {
-        float values[2];
-        spark_widen_e4m3(static_cast<unsigned short>(bytes >> (16u * i)), values);
-        pairs[i] = spark_pack(values[0], values[1]);
-    }
-}
-
 struct Fp8Matrix : GemvMatrix {
     const float* scales;
 };
@@ -54,8 +44,8 @@ struct Fp8 : GemvFormat {
             const uint4 a = rows[p][w / 2u];
             unsigned lower[2];
             unsigned upper[2];
-            decode(low_words[w], lower);
-            decode(high_words[w], upper);
+            spark_e4m3_pairs(low_words[w], lower);
+            spark_e4m3_pairs(high_words[w], upper);
             spark_mma(sum, {lower[0], upper[0], lower[1], upper[1]},
                       {w % 2u == 0u ? a.x : a.z, w % 2u == 0u ? a.y : a.w});
         }

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from ..runtime.errors import InvalidArgumentError
-from ..runtime.gpu import DevicePtr
+from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle
 
 U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1
@@ -64,3 +64,11 @@ def finite(name: str, value: float) -> float:
     if not -float("inf") < value < float("inf"):
         raise InvalidArgumentError(name, value, "a finite number is needed")
     return value
+
+
+def dynamic_shared(gpu: GpuBackend, kernel: KernelHandle, nbytes: int) -> int:
+    """`nbytes` of dynamic shared memory for a launch; where a launch gets less by itself the kernel's limit is raised,
+    and a GeometryError says so where the device has less."""
+    if nbytes and not kernel.is_null and nbytes > gpu.function_attributes(kernel).shared_dynamic_max:
+        gpu.set_kernel_max_dynamic_smem(kernel, nbytes)
+    return nbytes

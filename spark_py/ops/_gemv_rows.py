@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
-from ._args import count, multiple_of
+from ._args import count, dynamic_shared, multiple_of
 
 MAX_ROWS, MAX_MATRICES = 8, 3
 TILE = 16
@@ -54,15 +54,11 @@ def apart(gpu: GpuBackend, kernel: KernelHandle, blocks: int) -> int:
     """
     if kernel.is_null or not 2 < blocks / gpu.sm_count() <= 3:
         return 0
-    attributes = gpu.function_attributes(kernel)
     whole = gpu.limits.max_shared_optin + _SHARED_OF_SYSTEM  # of a multiprocessor
-    block = attributes.shared_static + _SHARED_OF_SYSTEM
+    block = gpu.function_attributes(kernel).shared_static + _SHARED_OF_SYSTEM
     if whole // block < 4:
         return 0
-    padding = whole // 4 - block + _SHARED_UNIT
-    if padding > attributes.shared_dynamic_max:
-        gpu.set_kernel_max_dynamic_smem(kernel, padding)
-    return padding
+    return dynamic_shared(gpu, kernel, whole // 4 - block + _SHARED_UNIT)
 
 
 @dataclass(frozen=True, slots=True)

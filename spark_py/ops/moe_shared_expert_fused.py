@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
-from ._args import count
+from ._args import count, dynamic_shared
 from .w4a16_gemv import HasNvfp4Weight, chunks_of, only
 
 OUTPUTS = 8
@@ -64,11 +64,9 @@ def start(
     """
     chunks_of(k)
     slots = 1 + (top_k if top_k == 0 and not isinstance(top_k, bool) else count("top_k", top_k))
-    if held and not kernel.is_null and held > gpu.function_attributes(kernel).shared_dynamic_max:
-        gpu.set_kernel_max_dynamic_smem(kernel, held)
     blocks = div_ceil(count("n", n), OUTPUTS)
     grid = (blocks, slots, projections) if rows is None else (blocks, count("rows", rows), projections * slots)
-    return KernelLaunch(gpu, kernel).grid(grid).block((128, 1, 1)).shared_mem(held)
+    return KernelLaunch(gpu, kernel).grid(grid).block((128, 1, 1)).shared_mem(dynamic_shared(gpu, kernel, held))
 
 
 def add_tables(launch: KernelLaunch, tables: HasNvfp4Tables) -> None:

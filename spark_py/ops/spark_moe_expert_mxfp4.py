@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
-from ._args import count
+from ._args import count, dynamic_shared
 from .spark_moe_expert_silu_down_clamped import limit_of
 from .spark_mxfp4_gemv import chunks_of
 from .w4a16_gemv import only
@@ -51,11 +51,9 @@ def _start(
     chunks_of(k)
     slots, held = count("top_k", top_k), 4 * k if down else 0
     projections, outputs = (1, DOWN_OUTPUTS) if down else (2, OUTPUTS)
-    if held and not kernel.is_null and held > gpu.function_attributes(kernel).shared_dynamic_max:
-        gpu.set_kernel_max_dynamic_smem(kernel, held)
     blocks = div_ceil(count("n", n), outputs)
     grid = (blocks, slots, projections) if rows is None else (blocks, count("rows", rows), projections * slots)
-    return KernelLaunch(gpu, kernel).grid(grid).block((128, 1, 1)).shared_mem(held)
+    return KernelLaunch(gpu, kernel).grid(grid).block((128, 1, 1)).shared_mem(dynamic_shared(gpu, kernel, held))
 
 
 def moe_expert_gate_up_mxfp4(

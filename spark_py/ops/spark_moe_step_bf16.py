@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
-from ._args import Weight, count, multiple_of, weight_ptr
+from ._args import Weight, count, dynamic_shared, multiple_of, weight_ptr
 from .moe_topk import routed
 
 BLOCK = 256
@@ -32,10 +32,7 @@ def _held(gpu: GpuBackend, kernel: KernelHandle, k: int, nbytes: int, limit: int
     has less."""
     if nbytes > limit:
         raise InvalidArgumentError("k", k, f"{nbytes} bytes of shared memory, {limit} at most are taken")
-    held = RING + nbytes
-    if not kernel.is_null and held > gpu.function_attributes(kernel).shared_dynamic_max:
-        gpu.set_kernel_max_dynamic_smem(kernel, held)
-    return held
+    return dynamic_shared(gpu, kernel, RING + nbytes)
 
 
 def spark_moe_route_gate_up_bf16(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch, div_ceil
-from ._args import count
+from ._args import count, dynamic_shared
 from .spark_moe_expert_mxfp4 import HasMxfp4Tables
 from .spark_moe_expert_silu_down_clamped import limit_of
 from .spark_mxfp4_gemv import chunks_of
@@ -24,10 +24,8 @@ def _start(gpu: GpuBackend, kernel: KernelHandle, n: int, k: int, rows: int, slo
     """Geometry; where a launch gets less dynamic shared memory by itself than it needs, the limit is raised."""
     chunks_of(k)
     held = planes * 2048 * div_ceil(k, 1024)
-    if not kernel.is_null and held > gpu.function_attributes(kernel).shared_dynamic_max:
-        gpu.set_kernel_max_dynamic_smem(kernel, held)
     grid = (div_ceil(count("n", n), OUTPUTS), count("rows", rows), slots)
-    return KernelLaunch(gpu, kernel).grid(grid).block((256, 1, 1)).shared_mem(held)
+    return KernelLaunch(gpu, kernel).grid(grid).block((256, 1, 1)).shared_mem(dynamic_shared(gpu, kernel, held))
 
 
 def mxfp4_experts_gate_up(

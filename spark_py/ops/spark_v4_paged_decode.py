@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Launchers of module `spark_v4_paged_decode`: one block two query heads and a sequence.
+"""Launchers of module `spark_v4_paged_decode`: a block a query head and sequence.
 
 Lengths and block ids are on the device, so a launcher cannot check them; the backends that check memory do.
 """

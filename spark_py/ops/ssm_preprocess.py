@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..runtime.errors import InvalidArgumentError
 from ..runtime.gpu import DevicePtr, GpuBackend, KernelHandle, StreamLike
 from ..runtime.launch import KernelLaunch
-from ._args import count
+from ._args import count, dynamic_shared
 
 BLOCK = 256
 
@@ -30,8 +30,6 @@ def deinterleave_qg(
     row = 2 * count("num_heads", num_heads) * count("head_dim", head_dim)
     if count("stride", stride) < row:
         raise InvalidArgumentError("stride", stride, f"at least 2 * num_heads * head_dim = {row} is needed")
-    held = 2 * row
-    if held > gpu.limits.max_shared_default:
-        gpu.set_kernel_max_dynamic_smem(kernel, held)
     launch = KernelLaunch(gpu, kernel).grid((count("num_tokens", num_tokens), 1, 1)).block((BLOCK, 1, 1))
-    launch.shared_mem(held).arg_ptr(data).arg_u32(num_heads).arg_u32(head_dim).arg_u32(stride).launch(stream)
+    launch.shared_mem(dynamic_shared(gpu, kernel, 2 * row)).arg_ptr(data)
+    launch.arg_u32(num_heads).arg_u32(head_dim).arg_u32(stride).launch(stream)

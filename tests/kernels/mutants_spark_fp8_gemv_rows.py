@@ -8,7 +8,7 @@ from .mutants import Mutant, Patch
 
 _MODULE = "spark_fp8_gemv_rows"
 _CHECK, _CU, _PY = f"{_MODULE}::{_MODULE}", f"{_MODULE}.cu", f"{_MODULE}.py"
-_WIDE_CU = "pairs[i] = spark_pack(values[0], values[1]);"
+_FP8, _WIDE_CU = "spark_fp8.cuh", "pairs[i] = spark_pack(values[0], values[1]);"
 
 MUTANTS: tuple[Mutant, ...] = (
     *shared_mutants(_MODULE),
@@ -37,16 +37,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         _CHECK,
         "a NaN byte is 480",
-        cu=Patch(_CU, _WIDE_CU, "pairs[i] = spark_pack(fminf(values[0], 480.0f), fminf(values[1], 480.0f));"),
+        cu=Patch(_FP8, _WIDE_CU, "pairs[i] = spark_pack(fminf(values[0], 480.0f), fminf(values[1], 480.0f));"),
     ),
     Mutant(
         _CHECK,
         "bytes without a sign",
-        cu=Patch(_CU, _WIDE_CU, "pairs[i] = spark_pack(fabsf(values[0]), fabsf(values[1]));"),
+        cu=Patch(_FP8, _WIDE_CU, "pairs[i] = spark_pack(fabsf(values[0]), fabsf(values[1]));"),
     ),
     Mutant(
         _CHECK,
         "elements 0 and 1 of a pair swapped",
-        cu=Patch(_CU, _WIDE_CU, "pairs[i] = spark_pack(values[1], values[0]);"),
+        cu=Patch(_FP8, _WIDE_CU, "pairs[i] = spark_pack(values[1], values[0]);"),
     ),
 )

@@ -26,8 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a stripe goes on from the one before",
         cu=Patch(_CU, "if (p == 0u) {", "if (p == 0u && factor == factors[threadIdx.x / SPARK_WARP]) {"),
     ),
-    Mutant(_CHECK, "bytes without a sign", cu=Patch(_CU, _BYTES, "bytes >> (16u * i) & 0x7f7fu")),
-    Mutant(_CHECK, "the pairs of a word exchanged", cu=Patch(_CU, _BYTES, "bytes >> (16u - 16u * i)")),
+    Mutant(_CHECK, "bytes without a sign", cu=Patch("spark_fp8.cuh", _BYTES, "bytes >> (16u * i) & 0x7f7fu")),
+    Mutant(_CHECK, "the pairs of a word exchanged", cu=Patch("spark_fp8.cuh", _BYTES, "bytes >> (16u - 16u * i)")),
     Mutant(_CHECK, "every group reads the first", cu=Patch(_CU, _GROUP, "* groups) * (k / 8u);")),
     Mutant(
         _CHECK,
