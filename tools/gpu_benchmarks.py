@@ -10,13 +10,16 @@ from typing import Any
 
 from tools.gpu_children import json_step
 from tools.gpu_goals import BESIDE_TORCH, DRAFTS
+from tools.host_pace import HostPace
 
-__all__ = ["BESIDE", "QUIET", "Benchmarks"]
+__all__ = ["BESIDE", "NOTHING", "QUIET", "Benchmarks"]
 
 _BENCH = ["-m", "spark_py.cli.main", "bench", "--backend", "cuda", "--json"]
 _TORCH = ["--mode", "bf16", "--path", "graph", "--repeats", "15", "--against", "torch", "--compile-limit", "90"]
 _MODES = {"deepseek-v4-flash": ["--mode", "mxfp4"]}
 
+NOTHING = "nothing"
+"""What a program has beside it that has the machine for itself."""
 QUIET: dict[str, list[str]] = {
     "compiling": ["tools/bench_startup.py", "--skip", "import", "--skip", "weights", "--keep"],
     "launch": ["tools/bench_launch.py"],
@@ -35,8 +38,13 @@ BESIDE: dict[str, list[str]] = {
 """Times of the device, which other work on the host changes little."""
 
 
+_QUIET_LIMIT = 10.0
+"""Seconds that a quiet host is waited for, before each of QUIET."""
+
+
 class Benchmarks:
-    """Runs them with `limit` seconds each; `found`: name -> {"ok", "values" or "message", "seconds", "beside"}.
+    """Runs them with `limit` seconds each; `found`: name -> {"ok", "values" or "message", "seconds", "beside"}, and
+    "waited" where a quiet host was waited for, so many seconds.
 
     A folder of its own takes the compiled kernels, empty at first, so that the time of compiling is that of all of
     them; `env` names it for whatever else runs."""
@@ -49,13 +57,15 @@ class Benchmarks:
         self.env = {**env, "SPARK_PY_CACHE_DIR": self._cache.name}
         self._own = self.env if device is None else {**self.env, "CUDA_VISIBLE_DEVICES": device}
         self._output, self._limit, self._say = output, limit, say
+        self._pace = HostPace()
 
     def run(self, programs: Mapping[str, list[str]], beside: str) -> None:
-        """One after the other, with `beside` on the same machine."""
+        """One after the other, with `beside` on the same machine; with nothing, each waits for a quiet host."""
         for name, program in programs.items():
+            waited = {} if beside != NOTHING else {"waited": round(self._pace.wait(_QUIET_LIMIT), 1)}
             self._say(f"benchmark: {name}")
             log = self._output / f"benchmark_{name.replace(' ', '_')}.log"
-            self.found[name] = {"beside": beside} | json_step(program, log, self._limit, self._own)
+            self.found[name] = {"beside": beside} | waited | json_step(program, log, self._limit, self._own)
 
     def leave_out(self, why: str) -> None:
         """None of them is run."""

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.gpu_benchmarks import BESIDE, QUIET, Benchmarks
+from tools.gpu_benchmarks import BESIDE, NOTHING, QUIET, Benchmarks
 from tools.gpu_children import hear_interrupts, json_step, pytest_run
 from tools.gpu_goals import goals_of
 from tools.gpu_report import counts_of, render
@@ -196,10 +196,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.skip_benchmark:
         benchmarks.leave_out("left out by option")
     else:
-        benchmarks.run(QUIET, "nothing")
+        benchmarks.run(QUIET, NOTHING)
     tests, sanitizer, demo = dict(skipped), {"available": False, **skipped}, dict[str, Any]()
     if args.bench:
-        benchmarks.run(BESIDE, "nothing")
+        benchmarks.run(BESIDE, NOTHING)
     else:
         with ThreadPoolExecutor(3 if args.side_by_side else 1) as pool:
             steps = [pool.submit(step) for step in (test, sanitizing, demonstrate)]
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
                 benchmarks.run(BESIDE, "the tests, on another GPU")
             tests, sanitizer, demo = (step.result() for step in steps)
         if args.benchmark_device is None and not args.skip_benchmark:
-            benchmarks.run(BESIDE, "nothing")
+            benchmarks.run(BESIDE, NOTHING)
     benchmarks.close()
     kernels: set[str] = set()
     kernels.update(*(result.pop("kernels", []) for result in sanitizer.get("tools", {}).values()))

@@ -25,7 +25,7 @@ from spark_py.runtime.kv_cache import KvCacheDtype
 
 from .random_weights import RandomWeights, head_weights, v4_weights
 from .shapes import BenchShape
-from .timing import ColdCache, Counted, ProposeTimes, count_work, graph_of, measure, measure_queued
+from .timing import ColdCache, Counted, ProposeTimes, Times, count_work, graph_of, measure, measure_queued, quietest
 
 __all__ = ["PATHS", "SETS", "BenchPath", "Rig", "measure_path", "open_rig"]
 
@@ -219,10 +219,13 @@ def measure_path(rig: Rig, path: BenchPath, action: Callable[[], object], repeat
         rig.cold(stream)
         gpu.synchronize(stream)
 
+    def round_of() -> Times:
+        rig.cold.awake(stream)
+        return measure(action, repeats, ready)
+
     with rig.way(path):
         counted = count_work(gpu, action)
-        rig.cold.awake(stream)
-        wall = measure(action, repeats, ready)
+        wall = quietest(gpu, round_of)
         graph = graph_of(gpu, action, stream) if path.graph else None
         device = None if graph is None else measure_queued(gpu, stream, graph, repeats, rig.cold)
     return counted, ProposeTimes(wall, device)

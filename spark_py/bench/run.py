@@ -28,9 +28,10 @@ without its FFN is 0.1 away or more."""
 class BenchRow:
     """A line of the result, under the names of the JSON output.
 
-    Times are microseconds. `wall_us` is the median of a whole propose on the host's clock, from the call to the ids.
-    Where a graph drafts, `us`, `min_us` and `max_us` are its replay on the device, between events, and `host_us` is
-    what the propose takes beyond it; elsewhere they are those of the whole propose, and `host_us` is None.
+    Times are microseconds. `wall_us` is the median of a whole propose on the host's clock, from the call to the ids; on
+    a GPU that of the quietest of five rounds. Where a graph drafts, `us`, `min_us` and `max_us` are its replay on the
+    device, between events, and `host_us` is what the propose takes beyond it; elsewhere they are those of the whole
+    propose, and `host_us` is None.
 
     `MB`: 10^6 bytes that must be read; `floor_us`: the time that this takes at the read bandwidth of the run;
     `of_floor`: floor_us over us. `kernels` run on the device, `host_calls` are queued by the host. Of a peer

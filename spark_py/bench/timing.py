@@ -28,6 +28,7 @@ __all__ = [
     "measure",
     "measure_graph",
     "measure_queued",
+    "quietest",
     "read_bandwidth",
 ]
 
@@ -41,6 +42,7 @@ _COLD_READS = 8
 """Half a millisecond of an H200: what the host has to queue a graph in, on a machine with other things to do."""
 _SUM_BYTES = 4 << 30
 _WARM_UP, _SUMS = 3, 12
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,12 @@ def measure(action: Callable[[], object], repeats: int, before: Callable[[], Non
         if repeat >= _WARM_UP:
             times.append((time.perf_counter() - start) * 1e6)
     return Times(statistics.median(times), min(times), max(times))
+
+
+def quietest(gpu: GpuBackend, round_of: Callable[[], Times]) -> Times:
+    """Of five rounds of calls, on a CPU of one, that with the lowest median: what the host has to do besides a call
+    takes milliseconds or seconds at a time and only adds."""
+    return min((round_of() for _ in range(_ROUNDS if gpu.name == "cuda" else 1)), key=lambda times: times.us)
 
 
 def measure_graph(gpu: GpuBackend, stream: int, action: Callable[[], object], repeats: int, replays: int = 10) -> Times:
