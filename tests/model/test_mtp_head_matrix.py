@@ -22,8 +22,8 @@ from spark_py.model.levers import ModelLevers
 from spark_py.runtime.errors import UnsupportedError
 from spark_py.runtime.gpu import GpuBackend
 from tests.model.mtp_forms import CLEAR_ID, Form, make_form
+from tests.model.mtp_head_batch_support import MANY, ONE_ULP, launched, near, tiled_rig, widen
 from tests.model.support import Array, Rig, a_hidden, config, make_rig, random_weights, upload
-from tests.model.test_mtp_head_batch import MANY, ONE_ULP, launched, near, tiled_rig, widen
 
 Q = MtpQuantization
 FORMS = [

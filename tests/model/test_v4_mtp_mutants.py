@@ -26,7 +26,9 @@ from spark_py.runtime.errors import SparkError
 from spark_py.runtime.gpu import GpuBackend
 from spark_py.runtime.kv_cache import KvCacheDtype
 from tests.model import test_v4_mtp as heads
+from tests.model import test_v4_mtp_choice as choice
 from tests.model import test_v4_mtp_forward as forward
+from tests.model import test_v4_mtp_refusals as refusals
 
 REFERENCE, COLLAPSED = HiddenMode.REFERENCE, HiddenMode.COLLAPSED
 Check = Callable[[GpuBackend, np.random.Generator], Any]
@@ -52,13 +54,13 @@ def rows(policy: RowPolicy, refeed: bool) -> Check:
 
 
 def deferred(graph: bool) -> Check:
-    return partial(heads.test_the_deferred_id_is_the_last_drafts, mode=REFERENCE, graph=graph)
+    return partial(choice.test_the_deferred_id_is_the_last_drafts, mode=REFERENCE, graph=graph)
 
 
 WINDOW: Check = partial(forward.test_the_window_ends_where_it_should, window=16, graph=False)
-REFUSALS: Check = partial(heads.test_wrong_arguments_change_nothing, mode=REFERENCE)
-FAILURE: Check = partial(heads.test_a_propose_that_fails_gives_its_blocks_back, mode=REFERENCE)
-GRAPH: Check = partial(heads.test_a_graph_drafts_as_single_launches_do, mode=REFERENCE)
+REFUSALS: Check = partial(refusals.test_wrong_arguments_change_nothing, mode=REFERENCE)
+FAILURE: Check = partial(refusals.test_a_propose_that_fails_gives_its_blocks_back, mode=REFERENCE)
+GRAPH: Check = partial(choice.test_a_graph_drafts_as_single_launches_do, mode=REFERENCE)
 POOL: Check = partial(heads.test_the_pool, kv_dtype=KvCacheDtype.BF16)
 
 
