@@ -165,10 +165,7 @@ def measure(repeats: int) -> dict[str, Any]:
         empty.mkdir()
         single = launches(repeats, 1, checked=False)
         single |= {"empty launch": empty_launch(empty, repeats)} | builds(folder, repeats)
-        return {
-            "cpu": cpu_name(),
-            "cores": len(os.sched_getaffinity(0)),
-            "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        return machine() | {
             "compiler": find_compiler().version.splitlines()[0],
             "milliseconds": {
                 "fast, 1 thread": single,
@@ -177,6 +174,15 @@ def measure(repeats: int) -> dict[str, Any]:
             },
             "budgets": BUDGETS,
         }
+
+
+def machine() -> dict[str, Any]:
+    """Where figures are taken."""
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+    }
 
 
 def cpu_name() -> str:

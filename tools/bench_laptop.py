@@ -4,16 +4,17 @@
 Ours: the decoding loop on backend host, NumPy alone, without drafts and with three, prompt and verifying included.
 Theirs: `generate` of transformers in BF16 with its cache, eager attention, after one generation that does not count.
 Both decode the same prompt greedily; `same_tokens` counts the first ids that agree, for BF16 sums in another order may
-decide a near tie otherwise. One JSON object on stdout; without torch and transformers, our rows alone.
+decide a near tie otherwise. Without torch and transformers there are our rows alone.
 
-    python tools/bench_laptop.py [--family qwen3_next] [--max-new-tokens 64]
+Prints a table and writes it, with the machine, to `--output` (default docs/cpu/laptop.json and LAPTOP.md beside it).
+
+    python tools/bench_laptop.py [--output docs/cpu] [--max-new-tokens 64] [--repeats 3]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from spark_py.cli.decoding import Request, decode, default_prompts
 from spark_py.cli.demo import DEMO_MODELS
+from tools.bench_emulator import ROOT, machine
 
 FAMILIES = ("qwen3_next", "qwen3_next_moe")
 """Those of the demo whose checkpoint transformers loads as it is."""
@@ -83,22 +85,46 @@ def theirs(family: str, prompt: str, max_new_tokens: int, repeats: int, wanted: 
     ]
 
 
+def table(found: dict[str, Any]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "# The demo on a CPU",
+        "",
+        "Made by tools/bench_laptop.py: greedy, the prompt's time included, the best of several runs.",
+        "",
+        *(f"- {key}: {found[key]}" for key in ("cpu", "cores", "system")),
+        "",
+        "| checkpoint | what | tokens | of them as in the first row | seconds | tokens a second |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        names = ("family", "what", "new_tokens", "same_tokens", "seconds", "tokens_per_second")
+        lines.append(f"| {' | '.join(str(row[name]) for name in names)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", default=FAMILIES[0], choices=FAMILIES)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "cpu", help="folder (default docs/cpu)")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="runs, of which the fastest counts (default 3)")
     options = parser.parse_args()
     if options.repeats < 1 or options.max_new_tokens < 1:
         parser.error("--repeats and --max-new-tokens are 1 or more")
-    prompt = default_prompts(DEMO_MODELS / options.family, 1)[0]
-    rows = ours(options.family, prompt, options.max_new_tokens, options.repeats)
-    rows += theirs(options.family, prompt, options.max_new_tokens, options.repeats, rows[0]["token_ids"])
+    rows = list[dict[str, Any]]()
+    for family in FAMILIES:
+        prompt = default_prompts(DEMO_MODELS / family, 1)[0]
+        own = ours(family, prompt, options.max_new_tokens, options.repeats)
+        peers = theirs(family, prompt, options.max_new_tokens, options.repeats, own[0]["token_ids"])
+        rows += [{"family": family} | row for row in own + peers]
     for row in rows:
         del row["token_ids"]
-    json.dump({"cpus": os.cpu_count(), "family": options.family, "rows": rows}, sys.stdout, indent=1)
-    print()
+    found = machine() | {"rows": rows}
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "laptop.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.output / "LAPTOP.md").write_text(table(found))
+    print(table(found), end="")
     return 0
 
 
