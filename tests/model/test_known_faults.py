@@ -94,7 +94,7 @@ TOKEN_IDS = (
 
 GRAMMAR = (
     Fault("masks are told apart by their number alone",
-          ("model/grammar::masks_that_do_not_fit", "model/mtp_head_batch::what_is_refused")),
+          ("model/grammar::masks_that_do_not_fit", "model/mtp_head_batch_faults::what_is_refused")),
     Fault("the mask of the first position is used for the others",
           ("model/grammar::several_drafts_under_one_mask_are_one", "model/grammar::each_draft_obeys_its_own_mask")),
 )  # fmt: skip
@@ -117,7 +117,7 @@ THE_ENGINES_OWN = (
     Fault("every draft is token 0: FP8 KV with unit scales saturates", ("model/known_faults::large_keys_and_values",)),
     Fault("a strided norm over [Q | gate] rows of a batch normalises gates",
           ("kernels/ssm_preprocess::deinterleave", "model/mtp_head_batch::a_batch_is_its_sequences_alone",
-           "model/mtp_head_batch::faults_show"),
+           "model/mtp_head_batch_faults::faults_show"),
           "the target splits its rows before the norm"),
     Fault("a batched propose falls back for ever past 7168 tokens",
           ("model/drafting_rows::a_full_sequence_fits_its_slab", "model/drafting_rows::stride_of_the_metadata",
@@ -136,7 +136,7 @@ THE_ENGINES_OWN = (
     Fault("rows past a kernel's width stay as they were",
           ("kernels/dense_gemv_bf16_batchm::a_launch_that_would_lose_rows_is_refused",
            "kernels/w4a16_gemv::a_launch_that_would_lose_rows_or_chunks_is_refused",
-           "model/mtp_head_batch::a_tier_with_more_rows_than_it_takes_is_refused")),
+           "model/mtp_head_batch_faults::a_tier_with_more_rows_than_it_takes_is_refused")),
     Fault("a batched GEMV sums otherwise than the single one",
           ("kernels/w4a16_gemv::each_row_is_the_gemv_of_that_row",
            "kernels/dense_gemv_bf16_batchm::each_row_is_the_gemv_of_that_row")),
@@ -178,7 +178,7 @@ THE_ENGINES_OWN = (
           ("model/drafting_choice::how_many_are_kept", "model/batched_speculative::shares_and_budgets")),
     Fault("after a batched propose that failed its sequences draft again, and rows are there twice",
           ("model/batched_speculative::a_group_that_fails_drafts_again_in_the_next_step",
-           "model/mtp_head_batch::an_error_at_any_position_is_undone",
+           "model/mtp_head_batch_faults::an_error_at_any_position_is_undone",
            "model/mtp_head_errors::an_error_between_drafts_is_undone")),
     Fault("a gate believes a window of one step", ("model/drafting_gate::a_short_window_replaces_no_rate",)),
     Fault("a switch that was set to 0 stays on",
@@ -221,25 +221,25 @@ AND_THEIR_KIND = (
           ("model/mtp_head_graph::every_form_drafts_as_without_graphs",
            "model/mtp_head_graph_batch::tables_of_several_widths")),
     Fault("a propose that fails at its first draft keeps the count of the one before",
-          ("model/mtp_head_batch::an_error_at_any_position_is_undone",
+          ("model/mtp_head_batch_faults::an_error_at_any_position_is_undone",
            "model/mtp_head_graph_batch::an_error_is_undone_at_the_first_run_the_capture_and_a_replay",
-           "model/mtp_head_batch::drafts_are_counted_as_their_rows_are_written")),
+           "model/mtp_head_batch_faults::drafts_are_counted_as_their_rows_are_written")),
 )  # fmt: skip
 
 MADE_ON_PURPOSE = (
     Fault("the norm of queries runs over rows of [Q | gate]",
-          ("model/mtp_head_batch::faults_show", "model/mtp_head_quant::a_fault_is_seen")),
+          ("model/mtp_head_batch_faults::faults_show", "model/mtp_head_quant::a_fault_is_seen")),
     Fault("the codes of a byte of NVFP4 are swapped",
           ("model/mtp_head_quant::a_fault_is_seen", "model/dequant_mutants::mutant_is_caught")),
     Fault("a scale divides what it should multiply",
           ("model/mtp_head_quant::a_fault_is_seen", "model/dequant_mutants::mutant_is_caught")),
     Fault("an FP8 head has an FP8 cache", ("model/mtp_head_quant::large_values_need_a_bf16_pool",)),
     Fault("a batched GEMV is given more rows than it takes",
-          ("model/mtp_head_batch::a_tier_with_more_rows_than_it_takes_is_refused",)),
+          ("model/mtp_head_batch_faults::a_tier_with_more_rows_than_it_takes_is_refused",)),
     Fault("slabs of metadata are 2048 bytes apart, however long the sequences",
-          ("model/mtp_head_batch::a_fixed_stride_is_refused_and_not_overrun",)),
+          ("model/mtp_head_batch_faults::a_fixed_stride_is_refused_and_not_overrun",)),
     Fault("drafts are counted when all are made",
-          ("model/mtp_head_batch::drafts_are_counted_as_their_rows_are_written",)),
+          ("model/mtp_head_batch_faults::drafts_are_counted_as_their_rows_are_written",)),
     Fault("a graph is kept under its number of sequences alone", ("model/mtp_head_graph_batch::mutants_differ",)),
 )  # fmt: skip
 
