@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
-from spark_py.testing import Array, Output, assert_same_bits, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import Array, Output, assert_same_bits, normal, upload
+
+from .support import check_cases
 
 Matrix = tuple[Array, ...]
 """A weight's arrays, the rows of each of them those of the weight: codes and scales, say."""
@@ -64,10 +64,7 @@ class Rows:
 
     def check_cases(self, gpu: GpuBackend, rng: np.random.Generator) -> None:
         """Every case of the kernel."""
-        spec = catalog.CATALOG[self.name, self.name]
-        for case in cases_of(spec):
-            wrong = run_case(gpu, spec, case, rng)
-            assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+        check_cases(gpu, rng, f"{self.name}::{self.name}")
 
     def check_alone_and_together(self, gpu: GpuBackend, rng: np.random.Generator, k: int) -> None:
         """Bits of an output are the same with other rows, matrices and tiles around it."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from spark_py import catalog
 from spark_py.catalog.spec import KernelSpec
 from spark_py.runtime.errors import KernelFaultError
 from spark_py.runtime.gpu import GpuBackend
@@ -28,6 +29,15 @@ def checks(name: str) -> Callable[[Check], Check]:
         return check
 
     return register
+
+
+def check_cases(gpu: GpuBackend, rng: np.random.Generator, name: str) -> None:
+    """Every case of kernel "module::function" passes."""
+    module, function = name.split("::")
+    spec = catalog.CATALOG[module, function]
+    for case in cases_of(spec):
+        wrong = run_case(gpu, spec, case, rng)
+        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
 
 
 def caught(gpu: GpuBackend, spec: KernelSpec, rng: np.random.Generator) -> bool:

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import argmax, spark_fp8_gemv_rows, spark_gemv_rows, spark_w4a16_gemv_rows
 from spark_py.ops._gemv_rows import ARGMAX_ROOM_BYTES, ArgmaxRoom
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
-from spark_py.testing import U32, Array, Output, any_bits, assert_same_bits, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import U32, Array, Output, any_bits, assert_same_bits, normal, upload
 from spark_py.testing.cases import spark_fp8_gemv_rows as fp8_cases
 from spark_py.testing.cases import spark_gemv_rows as bf16_cases
 from spark_py.testing.cases import spark_w4a16_gemv_rows as w4_cases
@@ -25,7 +23,7 @@ from spark_py.testing.cases._gemv_argmax import INFINITE, PLANTED, dense, inputs
 
 from . import test_spark_fp8_gemv_rows, test_spark_gemv_rows, test_spark_w4a16_gemv_rows
 from .gemv_rows import Rows
-from .support import checks
+from .support import check_cases, checks
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,7 @@ class Room:
 
 def check(gpu: GpuBackend, rng: np.random.Generator, form: Form) -> None:
     name = form.rows.name
-    spec = catalog.CATALOG[name, f"{name}_argmax"]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+    check_cases(gpu, rng, f"{name}::{name}_argmax")
     room, scale = Room(gpu), {"weight_scale_2": 1.0} if form is W4_FORM else {}
     for planted in (*PLANTED, *(INFINITE if form is BF16_FORM else ())):
         if planted.values or planted.n == 1:

@@ -8,28 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import hyper_connection as ops
 from spark_py.ops.residual_add import residual_add
 from spark_py.ops.rms_norm_vanilla import rms_norm
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
-from spark_py.testing import F32, Array, Output, assert_same_bits, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import F32, Array, Output, assert_same_bits, normal, upload
 from spark_py.testing.cases.hyper_connection import streams_of, weights_of
 
-from .support import checks
+from .support import check_cases, checks
 
 MODULE = "spark_hc_norm"
 SHAPES = ((1, 64, 4), (3, 192, 3), (2, 2112, 4), (1, 4096, 4), (2, 128, 1))
 ITERS, NORM_EPS, HC_EPS, EPS = 5, 1e-6, 1e-4, 1e-5
-
-
-def check_cases(gpu: GpuBackend, rng: np.random.Generator, function: str) -> None:
-    spec = catalog.CATALOG[MODULE, function]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
 
 
 def expanded(gpu: GpuBackend, own: Array, common: Array, hc: int, apart: bool, fused: bool) -> Array:
@@ -95,7 +86,7 @@ def arrays_of(rng: np.random.Generator, rows: int, hc: int, size: int, scales: i
 
 @checks(f"{MODULE}::spark_hc_expand_sum")
 def check_expand_sum(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_cases(gpu, rng, "spark_hc_expand_sum")
+    check_cases(gpu, rng, f"{MODULE}::spark_hc_expand_sum")
     for tokens, size, hc in SHAPES:
         for apart in (False, True):
             own, common = normal(rng, tokens, hc if apart else 1, size), normal(rng, tokens, size, scale=8.0)
@@ -105,7 +96,7 @@ def check_expand_sum(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 @checks(f"{MODULE}::spark_hc_pre_norm")
 def check_pre_norm(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_cases(gpu, rng, "spark_hc_pre_norm")
+    check_cases(gpu, rng, f"{MODULE}::spark_hc_pre_norm")
     for tokens, size, hc in SHAPES:
         streams, weight = streams_of(rng, tokens, hc, size), normal(rng, size)
         arrays = arrays_of(rng, ops.mix_rows(hc), hc, size, 3)
@@ -116,7 +107,7 @@ def check_pre_norm(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 @checks(f"{MODULE}::spark_hc_head_norm")
 def check_head_norm(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_cases(gpu, rng, "spark_hc_head_norm")
+    check_cases(gpu, rng, f"{MODULE}::spark_hc_head_norm")
     for tokens, size, hc in SHAPES:
         streams, weight, arrays = streams_of(rng, tokens, hc, size), normal(rng, size), arrays_of(rng, hc, hc, size, 1)
         fused, chain = (head(gpu, streams, arrays, weight, way) for way in (True, False))

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import spark_moe_step_bf16 as ops
 from spark_py.ops.moe_shared_expert_fused_bf16 import (
     moe_expert_gate_up_shared_bf16,
@@ -18,13 +17,12 @@ from spark_py.ops.moe_topk import moe_topk_softmax
 from spark_py.ops.moe_weighted_sum_blend import moe_weighted_sum_blend
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
-from spark_py.testing import F32, U32, Array, Output, Table, assert_same_bits, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import F32, U32, Array, Output, Table, assert_same_bits, normal, upload
 from spark_py.testing.cases import spark_moe_step_bf16 as cases
 from spark_py.testing.cases.gemv import cancelling
 
 from .experts import on_device, row
-from .support import checks
+from .support import check_cases, checks
 
 MODULE = "spark_moe_step_bf16"
 GATE_UP, DOWN = f"{MODULE}::spark_moe_route_gate_up_bf16", f"{MODULE}::spark_moe_down_blend_bf16"
@@ -101,14 +99,6 @@ def run_four(gpu: GpuBackend, d: dict[str, Any]) -> tuple[Array, Array]:
     return ids.read(), output.read()
 
 
-def _check_cases(gpu: GpuBackend, rng: np.random.Generator, name: str) -> None:
-    module, function = name.split("::")
-    spec = catalog.CATALOG[module, function]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
-
-
 def _check_bits(gpu: GpuBackend, rng: np.random.Generator) -> None:
     for rows, *shape in SHAPES:
         d = drawn(rng, rows, *shape) | {"normalize": rows % 2}
@@ -121,21 +111,21 @@ def _check_bits(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 @checks(GATE_UP)
 def check_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    _check_cases(gpu, rng, GATE_UP)
+    check_cases(gpu, rng, GATE_UP)
     _check_bits(gpu, rng)
 
 
 @checks(DOWN)
 def check_down(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    _check_cases(gpu, rng, DOWN)
+    check_cases(gpu, rng, DOWN)
 
 
 def test_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    _check_cases(gpu, rng, GATE_UP)
+    check_cases(gpu, rng, GATE_UP)
 
 
 def test_down(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    _check_cases(gpu, rng, DOWN)
+    check_cases(gpu, rng, DOWN)
 
 
 def test_bits_of_the_engine_s_kernels(gpu: GpuBackend, rng: np.random.Generator) -> None:

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.model.weight_map import QuantizedWeight
 from spark_py.ops import spark_moe_step_nvfp4 as ops
 from spark_py.ops.moe_shared_expert_fused import Nvfp4Tables
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
-from spark_py.testing import F32, U32, Array, Output, assert_same_bits, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import F32, U32, Array, Output, assert_same_bits, normal, upload
 from spark_py.testing.cases import spark_moe_step_nvfp4 as cases
 
 from .experts import on_device
-from .support import checks
+from .support import check_cases, checks
 
 MODULE = "spark_moe_step_nvfp4"
 GATE_UP, DOWN = f"{MODULE}::spark_moe_route_gate_up_nvfp4", f"{MODULE}::spark_moe_down_blend_nvfp4"
@@ -58,22 +56,14 @@ def run_down(gpu: GpuBackend, d: dict[str, Any], rows: list[int]) -> Array:
     return output.read()
 
 
-def _check_cases(gpu: GpuBackend, rng: np.random.Generator, name: str) -> None:
-    module, function = name.split("::")
-    spec = catalog.CATALOG[module, function]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
-
-
 @checks(GATE_UP)
 def check_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    _check_cases(gpu, rng, GATE_UP)
+    check_cases(gpu, rng, GATE_UP)
 
 
 @checks(DOWN)
 def check_down(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    _check_cases(gpu, rng, DOWN)
+    check_cases(gpu, rng, DOWN)
 
 
 def test_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:

@@ -13,13 +13,12 @@ from spark_py.ops import spark_mxfp4_experts as ops
 from spark_py.reference.spark_moe_expert_silu_down_clamped import gated_within
 from spark_py.runtime.errors import ArgumentPointerError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
-from spark_py.testing import BF16, U32, Array, Output, assert_same_bits, f64, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import BF16, U32, Array, Output, assert_same_bits, f64, normal, upload
 from spark_py.testing.cases.moe_shared_expert_fused import Shape, ids, lost, lost_gated
 from spark_py.testing.cases.spark_moe_expert_silu_down_clamped import LIMIT
 from spark_py.testing.cases.spark_moe_silu_mul_clamped import exact
 
-from .support import checks
+from .support import check_cases, checks
 from .test_spark_moe_expert_mxfp4 import Experts, close, draw, tables
 
 MODULE = "spark_mxfp4_experts"
@@ -50,13 +49,6 @@ def run_down(
     return output.read()
 
 
-def check_cases(gpu: GpuBackend, rng: np.random.Generator, function: str) -> None:
-    spec = catalog.CATALOG[MODULE, function]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
-
-
 def exact_units(rng: np.random.Generator, k: int) -> Array:
     """A row of which one element is not zero, in each chunk of 32 in turn another one."""
     x = np.zeros((k // 32, k), BF16)
@@ -67,7 +59,7 @@ def exact_units(rng: np.random.Generator, k: int) -> Array:
 
 @checks(f"{MODULE}::{GATE_UP}")
 def check_gate_up(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_cases(gpu, rng, GATE_UP)
+    check_cases(gpu, rng, f"{MODULE}::{GATE_UP}")
 
 
 @checks(f"{MODULE}::{GATE_UP}@scales")
@@ -87,7 +79,7 @@ def check_scales(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 @checks(f"{MODULE}::{DOWN}")
 def check_down(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_cases(gpu, rng, DOWN)
+    check_cases(gpu, rng, f"{MODULE}::{DOWN}")
 
 
 @checks(f"{MODULE}::{DOWN}@unrounded")

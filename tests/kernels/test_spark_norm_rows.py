@@ -8,28 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import spark_norm_rows as ops
 from spark_py.ops.norm import rms_norm
 from spark_py.ops.residual_add import residual_add
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend, KernelHandle
-from spark_py.testing import BF16, Array, Output, assert_same_bits, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import BF16, Array, Output, assert_same_bits, normal, upload
 from spark_py.testing.cases.norm import EPS, magnitudes
 from spark_py.testing.cases.spark_norm_rows import SHAPES
 
-from .support import checks
+from .support import check_cases, checks
 
 MODULE = "spark_norm_rows"
 CONCAT, ADD = "spark_norm_concat", "spark_add_then_norm"
-
-
-def run_cases(gpu: GpuBackend, rng: np.random.Generator, function: str) -> None:
-    spec = catalog.CATALOG[MODULE, function]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
 
 
 def norm_kernel(gpu: GpuBackend, one_plus: bool) -> KernelHandle:
@@ -45,7 +36,7 @@ def normed(gpu: GpuBackend, x: Array, weight: DevicePtr, one_plus: bool) -> Arra
 
 @checks(f"{MODULE}::{CONCAT}")
 def check_concat(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    run_cases(gpu, rng, CONCAT)
+    check_cases(gpu, rng, f"{MODULE}::{CONCAT}")
     for rows, size, one_plus in SHAPES:
         pair = [magnitudes(rng, (rows, size), BF16) for _ in range(2)]
         weights = [upload(gpu, normal(rng, size)) for _ in range(2)]
@@ -60,7 +51,7 @@ def check_concat(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 @checks(f"{MODULE}::{ADD}")
 def check_add(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    run_cases(gpu, rng, ADD)
+    check_cases(gpu, rng, f"{MODULE}::{ADD}")
     stream = gpu.default_stream()
     for rows, size, one_plus in SHAPES:
         hidden, src = (magnitudes(rng, (rows, size), BF16) for _ in range(2))

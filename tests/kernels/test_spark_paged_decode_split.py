@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import paged_decode, residual_add
 from spark_py.ops import spark_paged_decode_split as ops
 from spark_py.reference.spark_paged_decode_split import split_length, splits_of
@@ -24,13 +23,11 @@ from spark_py.testing import (
     assert_same_bits,
     f64,
     normal,
-    run_case,
     upload,
 )
-from spark_py.testing.cases import cases_of
 from spark_py.testing.cases.spark_paged_decode_split import E4M3, split_oracle
 
-from .support import checks
+from .support import check_cases, checks
 
 MODULE = "spark_paged_decode_split"
 SPLIT, SPLIT_FP8, MERGE = "spark_paged_decode_split", "spark_paged_decode_split_fp8", "spark_paged_decode_merge"
@@ -83,26 +80,19 @@ def draw(
     return normal(rng, len(lengths), heads, size, scale=2.5), caches, tables
 
 
-def run_cases(gpu: GpuBackend, rng: np.random.Generator, function: str) -> None:
-    spec = catalog.CATALOG[MODULE, function]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
-
-
 @checks(f"{MODULE}::{SPLIT}")
 def check_split(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    run_cases(gpu, rng, SPLIT)
+    check_cases(gpu, rng, f"{MODULE}::{SPLIT}")
 
 
 @checks(f"{MODULE}::{SPLIT_FP8}")
 def check_split_fp8(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    run_cases(gpu, rng, SPLIT_FP8)
+    check_cases(gpu, rng, f"{MODULE}::{SPLIT_FP8}")
 
 
 @checks(f"{MODULE}::{MERGE}")
 def check_merge(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    run_cases(gpu, rng, MERGE)
+    check_cases(gpu, rng, f"{MODULE}::{MERGE}")
 
 
 def test_split(gpu: GpuBackend, rng: np.random.Generator) -> None:

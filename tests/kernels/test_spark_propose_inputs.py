@@ -6,25 +6,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import spark_propose_inputs as ops
 from spark_py.runtime.errors import ArgumentPointerError, InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
-from spark_py.testing import Output, any_bits, assert_same_bits, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import Output, any_bits, assert_same_bits, upload
 
-from .support import checks
+from .support import check_cases, checks
 
 U8 = np.dtype(np.uint8)
 NAME = ("spark_propose_inputs", "spark_propose_inputs")
 
 
 @checks("::".join(NAME))
-def check_cases(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    spec = catalog.CATALOG[NAME]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+def check_inputs(gpu: GpuBackend, rng: np.random.Generator) -> None:
+    check_cases(gpu, rng, "::".join(NAME))
     n, h, vocabulary = 3, 24, 7
     table, rows, tokens = any_bits(rng, vocabulary, h), any_bits(rng, n, h), np.array([6, 0, 3], np.uint32)
     sources = np.array([upload(gpu, row).address for row in rows], np.uint64)
@@ -41,7 +36,7 @@ def check_cases(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 
 def test_cases(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    check_cases(gpu, rng)
+    check_inputs(gpu, rng)
 
 
 def test_a_replay_reads_what_the_host_wrote_last(gpu: GpuBackend, rng: np.random.Generator) -> None:

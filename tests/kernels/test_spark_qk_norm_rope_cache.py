@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import reshape_and_cache, rope
 from spark_py.ops import spark_qk_norm_rope_cache as ops
 from spark_py.ops.norm import rms_norm
 from spark_py.runtime.errors import ArgumentPointerError, InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
-from spark_py.testing import Array, Output, assert_same_bits, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import Array, Output, assert_same_bits, normal, upload
 from spark_py.testing.cases.spark_qk_norm_rope_cache import SHAPES, Shape
 
-from .support import checks
+from .support import check_cases, checks
 
 MODULE = "spark_qk_norm_rope_cache"
 EPS, THETA = 1e-6, 1e4
@@ -94,10 +92,7 @@ class Rows:
 
 
 def check(gpu: GpuBackend, rng: np.random.Generator, fp8: bool) -> None:
-    spec = catalog.CATALOG[MODULE, f"{MODULE}_fp8" if fp8 else MODULE]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+    check_cases(gpu, rng, f"{MODULE}::{MODULE}_fp8" if fp8 else f"{MODULE}::{MODULE}")
     for shape in SHAPES:
         made = Rows(rng, shape, True, shape[0] % 2 == 0, fp8)
         for name, got, wanted in zip(

@@ -11,10 +11,9 @@ from spark_py.ops.rms_norm_vanilla import rms_norm as vanilla_norm
 from spark_py.ops.spark_rms_norm_f32 import rms_norm, rms_norm_both
 from spark_py.runtime.errors import InvalidArgumentError
 from spark_py.runtime.gpu import GpuBackend
-from spark_py.testing import F32, Array, Output, assert_rounds, assert_same_bits, assert_ulps, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import F32, Array, Output, assert_rounds, assert_same_bits, assert_ulps, normal, upload
 
-from .support import checks
+from .support import check_cases, checks
 from .test_norm import EPS, FP32_BOUND, REFERENCE_L2, REFERENCE_ULPS, SHAPES, inputs, oracle
 
 NAME = ("spark_rms_norm_f32", "spark_rms_norm_f32")
@@ -46,17 +45,15 @@ def check_spark_rms_norm_f32(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 @checks("spark_rms_norm_f32::spark_rms_norm_both")
 def check_both(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    spec = catalog.CATALOG["spark_rms_norm_f32", "spark_rms_norm_both"]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+    check_cases(gpu, rng, "spark_rms_norm_f32::spark_rms_norm_both")
     for tokens, hc, size in ((1, 4, 64), (2, 3, 33), (2, 1, 2050)):
         embed, weights = normal(rng, tokens, size), [normal(rng, size) for _ in range(2)]
         streams = rows_of(rng, tokens * hc, size)
         first, second = Output(gpu, (tokens, size)), Output(gpu, (tokens * hc, size))
         rms_norm_both(
-            gpu, gpu.kernel(*spec.key), upload(gpu, embed), upload(gpu, weights[0]), first.ptr, upload(gpu, streams),
-            upload(gpu, weights[1]), second.ptr, tokens, size, hc, EPS, gpu.default_stream(),
+            gpu, gpu.kernel("spark_rms_norm_f32", "spark_rms_norm_both"), upload(gpu, embed), upload(gpu, weights[0]),
+            first.ptr, upload(gpu, streams), upload(gpu, weights[1]), second.ptr, tokens, size, hc, EPS,
+            gpu.default_stream(),
         )  # fmt: skip
         alone, kernel = Output(gpu, (tokens, size)), gpu.kernel("rms_norm_vanilla", "rms_norm_vanilla")
         vanilla_norm(

@@ -24,14 +24,12 @@ from spark_py.testing import (
     download,
     f64,
     normal,
-    run_case,
     upload,
 )
-from spark_py.testing.cases import cases_of
 from spark_py.testing.cases.spark_v4_qkv import E4M3, NORM, SHAPES, draw_positions, draw_rows, draw_slots
 
 from . import v4_oracle
-from .support import checks
+from .support import check_cases, checks
 
 MODULE = "spark_v4_qkv"
 QUERY, ROW, ROW_FP8 = "spark_v4_q_norm_rope", "spark_v4_kv_assemble", "spark_v4_kv_assemble_fp8"
@@ -134,10 +132,7 @@ def test_fp8_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
 
 def check_both(gpu: GpuBackend, rng: np.random.Generator, function: str, row_function: str) -> None:
     """Every case, and the bits of the two kernels that it stands for."""
-    spec = catalog.CATALOG[MODULE, function]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+    check_cases(gpu, rng, f"{MODULE}::{function}")
     narrow = row_function == ROW_FP8
     for rows, heads, size, rope_dim in SHAPES:
         q, kv, positions = draw_rows(rng, rows, heads, size), draw_rows(rng, rows, size), draw_positions(rng, rows)

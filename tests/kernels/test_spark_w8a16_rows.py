@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_py import catalog
 from spark_py.ops import spark_w8a16_rows as ops
 from spark_py.ops.spark_w8a16_rows import W8Projection
 from spark_py.runtime.errors import ArgumentPointerError, InvalidArgumentError
 from spark_py.runtime.gpu import DevicePtr, GpuBackend
-from spark_py.testing import Array, Output, assert_same_bits, normal, run_case, upload
-from spark_py.testing.cases import cases_of
+from spark_py.testing import Array, Output, assert_same_bits, normal, upload
 from spark_py.testing.cases.spark_w8a16_rows import drawn
 
-from .support import checks
+from .support import check_cases, checks
 
 NAMES = ("spark_w8a16_rows", "spark_w8a16_rows")
 Matrix = tuple[Array, Array]
@@ -48,10 +46,7 @@ def run(gpu: GpuBackend, x: Array, matrices: list[Matrix], groups: int = 1) -> l
 
 @checks("::".join(NAMES))
 def check_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
-    spec = catalog.CATALOG[NAMES]
-    for case in cases_of(spec):
-        wrong = run_case(gpu, spec, case, rng)
-        assert not wrong, f"{case.name}: {'; '.join(map(str, wrong))}"
+    check_cases(gpu, rng, "::".join(NAMES))
 
 
 def test_rows(gpu: GpuBackend, rng: np.random.Generator) -> None:
