@@ -33,6 +33,12 @@ def whole(step: int) -> Callable[[Call], None]:
     return rule
 
 
+def some_rows(c: Call) -> None:
+    """As many rows as a launch takes."""
+    if not 1 <= c.M <= ROWS:
+        raise ValueError(f"M is {c.M}: 1 to {ROWS} rows are taken")
+
+
 def operand(
     name: str, dtype: str, shape: Callable[[Call, int], tuple[int, ...]], align: int = 0, early: bool = True
 ) -> list[ParamSpec]:
@@ -79,8 +85,7 @@ def gemv_rows_kernel(
 
     def preconditions(c: Call) -> None:
         whole_rows(c)
-        if not 1 <= c.M <= ROWS:
-            raise ValueError(f"M is {c.M}: 1 to {ROWS} rows are taken")
+        some_rows(c)
         if c.N0 == 0:
             raise ValueError("N0 is 0: at least one output is needed")
         for i in MATRICES:

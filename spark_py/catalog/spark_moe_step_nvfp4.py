@@ -8,9 +8,10 @@ from typing import Any
 
 from ..reference import spark_moe_step_nvfp4 as reference
 from ..reference.moe_shared_expert_fused import Nvfp4
+from ._moe_step import down_kernel, gate_up_kernel
 from .gemv import WIDE_LOAD
 from .moe_topk import needs_experts
-from .spec import Call, Dim3, KernelSpec, ParamSpec, Pointee, ceil_div, f32, pointer, table, u32
+from .spec import Call, Dim3, KernelSpec, ParamSpec, Pointee, ceil_div, f32, pointer, table
 
 CHUNK, PAIR, SLICE = 16, 2, 128
 GATE_UP_THREADS, TILE, TILES = 256, 8, 16
@@ -40,12 +41,6 @@ def _needs_gate_up(c: Call) -> None:
         )
 
 
-def _needs_down(c: Call) -> None:
-    _complete("sh_down_packed", "sh_down_scale")(c)
-    if c.gate_weight is not None and c.N % 8:
-        raise ValueError(f"N is {c.N}: with a gate a multiple of 8 is needed")
-
-
 def _entries(c: Call) -> tuple[int, ...]:
     return (c.num_experts,)
 
@@ -67,10 +62,6 @@ def _shared(prefix: str) -> tuple[ParamSpec, ...]:
         pointer(f"{prefix}_scale", "u8", "r", scales, align=PAIR, optional=True, early=True),
         f32(f"{prefix}_s2"),
     )
-
-
-def _rows(c: Call) -> int:
-    return c.grid[1]
 
 
 def _gate_up_geometry(c: Call) -> tuple[Dim3, Dim3, int]:
@@ -116,57 +107,30 @@ def _down(c: Call) -> None:
 
 
 KERNELS: tuple[KernelSpec, ...] = (
-    KernelSpec(
-        module="spark_moe_step_nvfp4",
-        function="spark_moe_route_gate_up_nvfp4",
-        params=(
-            pointer("A", "bf16", "r", lambda c: (_rows(c), c.K), align=WIDE_LOAD),
-            pointer("gate_logits", "bf16", "r", lambda c: (_rows(c), c.num_experts)),
-            *_tables("gate_"),
-            *_tables("up_"),
-            pointer("expert_indices", "u32", "w", lambda c: (_rows(c), c.top_k)),
-            *_shared("sh_gate"),
-            *_shared("sh_up"),
-            pointer("activation", "f32", "w", lambda c: (_rows(c), c.top_k + 1, c.N)),
-            u32("N"),
-            u32("K"),
-            u32("num_experts"),
-            u32("top_k"),
-        ),
-        grid_text="(any for 16 tiles of 8 outputs each, rows, 1)",
-        block_text="(256, 1, 1)",
-        geometry=_gate_up_geometry,
-        reference=reference.spark_moe_route_gate_up_nvfp4,
-        run=_gate_up,
+    gate_up_kernel(
+        "spark_moe_step_nvfp4",
+        "spark_moe_route_gate_up_nvfp4",
+        [*_tables("gate_"), *_tables("up_")],
+        [*_shared("sh_gate"), *_shared("sh_up")],
+        GATE_UP_THREADS,
+        "(any for 16 tiles of 8 outputs each, rows, 1)",
+        _gate_up_geometry,
+        reference.spark_moe_route_gate_up_nvfp4,
+        _gate_up,
         shared_bytes=25728,
-        optional=True,
-        preconditions=_needs_gate_up,
+        needs=_needs_gate_up,
     ),
-    KernelSpec(
-        module="spark_moe_step_nvfp4",
-        function="spark_moe_down_blend_nvfp4",
-        params=(
-            pointer("activation", "f32", "r", lambda c: (_rows(c), c.top_k + 1, c.K), align=WIDE_LOAD),
-            *_tables(""),
-            pointer("gate_logits", "bf16", "r", lambda c: (_rows(c), c.num_experts)),
-            pointer("expert_indices", "u32", "r", lambda c: (_rows(c), c.top_k)),
-            *_shared("sh_down"),
-            pointer("input", "bf16", "r", lambda c: (_rows(c), c.N), align=WIDE_LOAD),
-            pointer("gate_weight", "bf16", "r", lambda c: (c.N,), align=WIDE_LOAD, optional=True),
-            pointer("output", "bf16", "w", lambda c: (_rows(c), c.N)),
-            u32("N"),
-            u32("K"),
-            u32("num_experts"),
-            u32("top_k"),
-            u32("normalize"),
-        ),
-        grid_text="(ceil(N / 16), rows, 1)",
-        block_text="(512, 1, 1)",
-        geometry=_down_geometry,
-        reference=reference.spark_moe_down_blend_nvfp4,
-        run=_down,
+    down_kernel(
+        "spark_moe_step_nvfp4",
+        "spark_moe_down_blend_nvfp4",
+        _tables(""),
+        _shared("sh_down"),
+        DOWN_THREADS,
+        OUTPUTS,
+        _down_geometry,
+        reference.spark_moe_down_blend_nvfp4,
+        _down,
         shared_bytes=12320,
-        optional=True,
-        preconditions=_needs_down,
+        needs=_complete("sh_down_packed", "sh_down_scale"),
     ),
 )

@@ -13,10 +13,9 @@ from ..case import Argument, Case, Draw, Table
 from ..compare import bits, f64, rounds
 from ..inputs import BF16, F32, Array, normal
 from . import gemv
+from ._moe_step import activation, output
 from .moe_shared_expert_fused_bf16 import elsewhere
-from .moe_silu_mul import SILU_BOUND, SILU_FLOOR
-from .moe_topk import WEIGHT_BOUND, softmax, ties
-from .moe_weighted_sum_blend import exact
+from .moe_topk import ties
 
 SHAPES = ((1, 1, 8, 1, 1), (3, 9, 264, 3, 5), (2, 17, 2056, 2, 33), (1, 5, 4112, 4, 8), (5, 2, 16, 9, 300))
 """Rows, width of an expert, width of the model, experts of a row, and experts in all, of a gate and up projection."""
@@ -58,20 +57,18 @@ def down(
     """Arguments of a down projection. With `cancel` its sums cancel to what was rounded on the way, logits are
     equal and there is no gate: no exponential is left but that of 0."""
     weights = normal(rng, (experts + 1) * n, size, scale=size**-0.5)
-    activation = (rng.standard_normal((rows, k + 1, size)) * 2.0 ** rng.integers(-6, 7, (rows, k + 1, size))).astype(
-        F32
-    )
+    acts = (rng.standard_normal((rows, k + 1, size)) * 2.0 ** rng.integers(-6, 7, (rows, k + 1, size))).astype(F32)
     if cancel:
         half = size // 2
         order = rng.permutation(half)
         weights[:, half:] = -weights[:, order]
-        activation[..., half:] = activation[..., order]
-        activation[..., [half - 1, size - 1]] *= F32.type(1.0 + 2.0**-20)
+        acts[..., half:] = acts[..., order]
+        acts[..., [half - 1, size - 1]] *= F32.type(1.0 + 2.0**-20)
     logits = np.zeros((rows, experts), BF16) if cancel else normal(rng, rows, experts, scale=2.0)
     order = np.argsort(-f64(logits), axis=1, kind="stable")[:, :k]
     each = list(weights.reshape(experts + 1, n, size))
     return {
-        "activation": activation,
+        "activation": acts,
         "weight_ptrs": Table(each[:-1]),
         "gate_logits": logits,
         "expert_indices": order.astype(np.uint32),
@@ -96,39 +93,19 @@ def _slots(c: Call, table: str, shared: str, indices: Array) -> Array:
     return np.stack([np.stack([*(of(c.behind(table, int(e))) for e in row), of(last)]) for row in indices])
 
 
-def _lost(c: Call) -> float:
-    """What a sum in FP32 may lose, of the sum of sizes."""
-    return float((c.K / 16 + 16) * 2.0**-24)
-
-
 def _activation(c: Call) -> tuple[Array, Array]:
-    """silu(g) * u in FP64, and how far roundings of g and u to BF16 and sums in FP32 may take it."""
-    logits = f64(c.gate_logits)
-    order = np.argsort(-logits, axis=1, kind="stable")[:, : c.top_k]
-    x = f64(c.A)[:, None, :, None]
-    sums, errors = [], []
-    for name in ("gate", "up"):
-        weights = _slots(c, f"{name}_weight_ptrs", f"sh_{name}_weight", order)
-        sums.append((weights @ x)[..., 0])
-        errors.append(2.0**-8 * np.abs(sums[-1]) + _lost(c) * (np.abs(weights) @ np.abs(x))[..., 0])
-    (g, u), (dg, du) = sums, errors
-    silu = g / (1.0 + np.exp(-g))
-    # The slope of silu is below 1.1.
-    slack = 1.1 * dg * (np.abs(u) + du) + np.abs(silu) * du + SILU_BOUND * np.abs(silu * u) + SILU_FLOOR * np.abs(u)
-    return silu * u, slack
+    """g and u are rounded to BF16."""
+    return activation(
+        c,
+        lambda name, order: _slots(c, f"{name}_weight_ptrs", f"sh_{name}_weight", order),
+        2.0**-8,
+        (c.K / 16 + 16) * 2.0**-24,
+    )
 
 
 def _output(c: Call) -> tuple[Array, Array]:
-    down = _slots(c, "weight_ptrs", "sh_down_weight", c.expert_indices)
-    act = f64(c.activation)[..., None]
-    parts, sizes = (down @ act)[..., 0], (np.abs(down) @ np.abs(act))[..., 0]
-    weights = softmax(c)
-    result, slack = exact(parts[:, :-1], weights, parts[:, -1], c.input, c.gate_weight)
-    # Each slot's product is rounded to BF16; its share, or the shared expert's, is 1 at most.
-    lost = 2.0**-8 * np.abs(parts) + (c.K / 8 + 16) * 2.0**-24 * sizes
-    shares = np.concatenate([weights, np.ones((len(parts), 1))], axis=1)[..., None]
-    off = WEIGHT_BOUND * np.abs(shares * parts) + (1.0 + 2.0**-8) * shares * lost
-    return result, slack + off.sum(axis=1)
+    """Each slot's product is rounded to BF16."""
+    return output(c, _slots(c, "weight_ptrs", "sh_down_weight", c.expert_indices), 2.0**-8, (c.K / 8 + 16) * 2.0**-24)
 
 
 GATE_UP = {"activation": rounds(lambda c: _activation(c)[0], slack=lambda c: _activation(c)[1])}

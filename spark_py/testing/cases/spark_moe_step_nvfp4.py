@@ -12,10 +12,9 @@ from ...catalog.spec import Call
 from ..case import Argument, Case, Draw
 from ..compare import f64, rounds
 from ..inputs import F32, Array, normal
+from ._moe_step import activation, output
 from .moe_shared_expert_fused import NVFP4
-from .moe_silu_mul import SILU_BOUND, SILU_FLOOR
-from .moe_topk import WEIGHT_BOUND, softmax, ties
-from .moe_weighted_sum_blend import exact
+from .moe_topk import ties
 
 SHAPES = (
     (1, 1, 32, 1, 1, 1),
@@ -90,33 +89,12 @@ def _lost(c: Call) -> float:
 
 
 def _activation(c: Call) -> tuple[Array, Array]:
-    """silu(g) * u in FP64, and how far sums in FP32 may take it."""
-    order = np.argsort(-f64(c.gate_logits), axis=1, kind="stable")[:, : c.top_k]
-    x = f64(c.A)[:, None, :, None]
-    sums, errors = [], []
-    for name in ("gate", "up"):
-        weights = _slots(c, f"{name}_", f"sh_{name}", order)
-        sums.append((weights @ x)[..., 0])
-        errors.append(_lost(c) * (np.abs(weights) @ np.abs(x))[..., 0])
-    (g, u), (dg, du) = sums, errors
-    with np.errstate(over="ignore"):
-        silu = g / (1.0 + np.exp(-g))
-    # The slope of silu is below 1.1.
-    slack = 1.1 * dg * (np.abs(u) + du) + np.abs(silu) * du + SILU_BOUND * np.abs(silu * u) + SILU_FLOOR * np.abs(u)
-    return silu * u, slack
+    return activation(c, lambda name, order: _slots(c, f"{name}_", f"sh_{name}", order), 0.0, _lost(c))
 
 
 def _output(c: Call) -> tuple[Array, Array]:
-    down = _slots(c, "", "sh_down", c.expert_indices)
-    act = f64(c.activation)[..., None]
-    parts, sizes = (down @ act)[..., 0], (np.abs(down) @ np.abs(act))[..., 0]
-    weights = softmax(c)
-    result, slack = exact(parts[:, :-1], weights, parts[:, -1], c.input, c.gate_weight)
-    # An activation is the sum of two BF16; a slot's share, or the shared expert's, is 1 at most.
-    lost = (2.0**-16 + _lost(c)) * sizes
-    shares = np.concatenate([weights, np.ones((len(parts), 1))], axis=1)[..., None]
-    off = WEIGHT_BOUND * np.abs(shares * parts) + (1.0 + 2.0**-8) * shares * lost
-    return result, slack + off.sum(axis=1)
+    """An activation is the sum of two BF16."""
+    return output(c, _slots(c, "", "sh_down", c.expert_indices), 0.0, 2.0**-16 + _lost(c))
 
 
 GATE_UP = {"activation": rounds(lambda c: _activation(c)[0], slack=lambda c: _activation(c)[1])}
